@@ -155,6 +155,12 @@ def test_no_kv_cache_is_named_that_vllm_would_not_start_with() -> None:
     assert f"vLLM starts with no less than {blocks:,} blocks" in memory.says
 
 
+def test_more_memory_brings_no_rate_where_all_requests_come_at_once() -> None:
+    at_once = replace(STEADY, due_s=np.zeros(len(STEADY)))
+    (memory,) = advice_on(profile_of(), at_once, "kv-memory").findings
+    assert "nothing tells a rate of requests" in memory.says
+
+
 def test_short_first_gives_each_doubling_of_a_request_its_own_class() -> None:
     trace = replace(
         steady(4, per_s=1.0),

@@ -18,14 +18,20 @@ from tuner.replay.runner import Failure
 from tuner.run.context import Workload
 from tuner.run.directory import TRIALS_FILE
 from tuner.run.drawing import decide
-from tuner.run.predict import Predictions, cross_check, predict
+from tuner.run.predict import (
+    Predictions,
+    capacity_per_s,
+    cross_check,
+    offered_per_s,
+    predict,
+)
 from tuner.run.sessions.shadow import predict_space
 from tuner.search.budget import Aim
 from tuner.search.objective import Objective, Scoring, Tier
 from tuner.search.race import RaceVerdict
 from tuner.search.space import SearchSpace
 from tuner.search.trials import TIE_RATIO, Phase, leader, predictions
-from tuner.traffic.traces import Trace
+from tuner.traffic.traces import LoadModel, Trace
 from tuner.traffic.windows import Window, whole
 
 CURRENT = EngineLimits(16, 2048)
@@ -171,6 +177,18 @@ def test_a_window_that_was_asked_for_is_what_is_predicted() -> None:
     found = predicted(TRACE, a_space(CURRENT, (4,)), ToySource(), (Window(2.0, 9.0),))
     offered = {m.offered for m in found.outcomes.values() if isinstance(m, Measurement)}
     assert offered == {int(((TRACE.due_s >= 2.0) & (TRACE.due_s < 9.0)).sum())}
+
+
+def test_a_rate_is_of_what_is_measured_and_none_in_a_closed_loop() -> None:
+    """A quiet lead-in does not thin out the window, which comes ten times as fast."""
+    quiet_s, busy_s = np.arange(0.0, 20.0, 1.0), np.arange(20.0, 60.0, 0.1)
+    trace, window = a_trace(np.append(quiet_s, busy_s)), Window(20.0, 60.0, 20.0)
+    assert offered_per_s([window.of(trace)]) == pytest.approx(10.0, rel=0.01)
+    assert offered_per_s([a_trace([5.0] * 20)]) == 0.0
+    closed = ReplayPlan(load_model=LoadModel.CLOSED, concurrency=4)
+    aim = Aim(Objective.BALANCED, (), closed, None)
+    workload = Workload.of("trace", trace, (whole(trace),), aim)
+    assert capacity_per_s(ToyPredictor(a_profile()), workload, CURRENT) is None
 
 
 def test_what_raced_is_compared_with_what_was_predicted_of_it(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from tuner.search.trials import (
 )
 from tuner.shadow import simulator
 from tuner.shadow.predictor import Predictor
-from tuner.traffic.traces import Trace
+from tuner.traffic.traces import LoadModel, Trace
 
 # Rounds of looking between the best cap and its neighbours: ours; each halves the gap.
 REFINEMENTS = 2
@@ -212,11 +212,14 @@ def capacity_per_s(
 ) -> float | None:
     """Return how many requests a second hold within the bounds; 0 where they hold at no load.
 
-    None where the setting fails.
+    None where the setting fails, or no load is a rate: in a closed loop, and where all requests
+    come at one instant.
 
     Raises: ShadowError, UsageError.
     """
     pieces = workload.pieces
+    if workload.plan.load_model is LoadModel.CLOSED or not offered_per_s(pieces):
+        return None
     outcome = predictor.measure_capacity(pieces, limits, workload.plan, workload.slos)
     return None if isinstance(outcome, Failure) else per_s(workload, outcome.capacity or 0.0)
 
@@ -227,8 +230,12 @@ def per_s(workload: Workload, load: float) -> float:
 
 
 def offered_per_s(pieces: Sequence[Trace]) -> float:
-    """Return how many requests a second come in all the pieces."""
-    return sum(map(len, pieces)) / sum(piece.duration_s for piece in pieces)
+    """Return how many requests a second come in all the pieces, after their lead-ins.
+
+    0 where all of a piece come at one instant: that is no rate.
+    """
+    came_s = sum(float(piece.due_s[-1] - piece.due_s[-piece.measured]) for piece in pieces)
+    return sum(piece.measured for piece in pieces) / came_s if came_s > 0 else 0.0
 
 
 def scored(workload: Workload, outcome: Measurement | Failure) -> Score:

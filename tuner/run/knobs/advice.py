@@ -243,13 +243,18 @@ class _Turning:
         more = int(GB / block_bytes) if block_bytes else place.blocks // 10
         larger = kv_times(place, 1 + more / place.blocks).engine(place.predictor)
         now, then = (
-            capacity_per_s(predictor, self._found.workload, place.limits) or 0.0
+            capacity_per_s(predictor, self._found.workload, place.limits)
             for predictor in (place.predictor, larger)
         )
         unit = f"one more GB ({more:,} blocks)" if block_bytes else f"{more:,} more blocks"
+        brings = f"what {unit} would bring is not known, as nothing tells a rate of requests"
+        if now is not None:
+            brings = (
+                f"{unit} would bring {(then or 0.0) - now:+.3g} requests/s to the {now:.3g}/s "
+                "that hold within the bounds"
+            )
         return (
-            f"of {_memory(place.blocks, block_bytes)}, {down}; {unit} would bring "
-            f"{then - now:+.3g} requests/s to the {now:.3g}/s that hold within the bounds; "
+            f"of {_memory(place.blocks, block_bytes)}, {down}; {brings}; "
             "not set: what of the memory is free is yours to say"
         )
 
