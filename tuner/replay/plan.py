@@ -90,6 +90,11 @@ class ReplayPlan:
             raise UsageError(f"the request time-out must be above 0 s, got {self.timeout_s:g}")
 
     @property
+    def bears_loads(self) -> bool:
+        """Whether more load is more in flight: not where that number is given."""
+        return self.concurrency is None
+
+    @property
     def most_lead_in_s(self) -> float:
         """For how long what came before a window can warm it up.
 

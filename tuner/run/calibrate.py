@@ -232,6 +232,7 @@ class Blocks:
         aim = runner.context.aim
         trace, rng = predicted_part(runner.context.trace, aim), np.random.default_rng(0)
         tells_capacity = tells_capacity or aim.objective is Objective.CAPACITY
+        tells_capacity = tells_capacity and aim.plan.bears_loads
         parts = (runner, calibrator, predictor_of, trace, rng)
         return cls(*parts, are_alone=are_alone, tells_capacity=tells_capacity)
 

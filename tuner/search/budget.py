@@ -183,6 +183,8 @@ class Aim:
     """What the user requested of a run.
 
     `confidence` is how probable it must be that a change is better and that the SLOs are met.
+
+    Raises: UsageError if a capacity is asked for where every load is the same number in flight.
     """
 
     objective: Objective
@@ -190,3 +192,12 @@ class Aim:
     plan: ReplayPlan
     window: Window | None
     confidence: float = CONFIDENCE
+
+    def __post_init__(self) -> None:
+        """Refuse a contradiction."""
+        if self.objective is Objective.CAPACITY and not self.plan.bears_loads:
+            raise UsageError(
+                "--objective capacity asks for the largest load, and --concurrency keeps the "
+                "same number in flight at every load",
+                "leave --concurrency out, or choose another objective",
+            )

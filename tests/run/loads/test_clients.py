@@ -108,6 +108,26 @@ def test_some_answers_break_an_slo_by_their_length_alone() -> None:
     assert "no retries" in "\n".join(at_none.lines())
 
 
+def test_a_number_that_is_kept_in_flight_tells_no_capacity(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """More load is as many in flight, so that the SLOs hold at every load or at none."""
+    write_profile(tmp_path / "p.yaml", a_profile())
+    a_trace_file(tmp_path / "t.jsonl", 60, per_s=1.0)
+    words = ["--profile", str(tmp_path / "p.yaml"), "--force-profile", "--slo", "e2e_p90=9s"]
+    words += ["--trace", str(tmp_path / "t.jsonl"), "--load-model", "closed"]
+    words += ["--concurrency", "4"]
+    assert run(["plan", *words, "--clients"]) == 0
+    assert "semaphore" not in (said := capsys.readouterr().out)
+    assert "a number is kept in flight at every load" in " ".join(said.split())
+    words += ["--method", "shadow", "-o", str(tmp_path / "best.yaml")]
+    assert run([*words, "--run-dir", str(tmp_path / "run")]) == 0
+    assert "capacity at the SLOs" not in "".join(capsys.readouterr())
+    words += ["--run-dir", str(tmp_path / "refused"), "--objective", "capacity"]
+    assert run(words) == 2
+    assert "leave --concurrency out" in capsys.readouterr().err
+
+
 def test_what_warms_a_window_up_is_not_counted() -> None:
     """One request at a time, all are answered before the window begins."""
     trace = a_trace((np.arange(N) * 5.0).tolist(), 32, [20] * 120 + [5] * (N - 120))

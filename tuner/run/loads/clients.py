@@ -52,7 +52,7 @@ def advise(predictor: Predictor, limits: EngineLimits, workload: Workload) -> Cl
         )
     p99_s = now.latency("e2e_s", "p99") or 0.0
     most, there = None, None
-    if slos:
+    if slos and plan.bears_loads:
         found = predictor.measure_capacity(pieces, limits, plan, slos)
         if isinstance(found, Measurement) and found.capacity:
             most = found.capacity / pieces[0].load

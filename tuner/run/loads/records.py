@@ -51,7 +51,8 @@ class ClientAdvice:
     once more before that load is reached, `too_long` the share that breaks an SLO on an empty
     engine.
 
-    Units: requests, seconds, shares. None where no SLO says, or they hold at no load.
+    Units: requests, seconds, shares. None where no SLO says, or they hold at no load; beside a
+        number that is kept in flight whatever the load, for all but `too_long`.
     """
 
     load: float
@@ -76,7 +77,10 @@ class ClientAdvice:
             yield f"  semaphore {self.most_in_flight}: more in flight break the SLOs"
         yield f"  time-out {self.timeout_s:.3g} s, {PATIENCE:g} times the p99 of E2E latency"
         if self.retries is None:
-            yield "  no retries: the SLOs hold at no load, or there are none"
+            yield (
+                "  no retries: the SLOs hold at no load, there are none, or a number is kept "
+                "in flight at every load"
+            )
         else:
             yield f"  retry budget {self.retries:.0%} of the requests until capacity is reached"
         if self.too_long is not None:

@@ -240,10 +240,12 @@ class Session:
     def _find_capacity(self, decision: RaceDecision) -> None:
         """Find how much load the answer bears, where there is an SLO and a prediction.
 
+        Not where a number is kept in flight, whatever the load.
         As deployed; the engine that is there, with blocks of its own, is asked whether it does.
         """
         search, context, foretold = self.search, self.context, self.search.foretold
-        if foretold is None or not context.aim.slos or context.left_s <= 0:
+        aim = context.aim
+        if foretold is None or not aim.slos or not aim.plan.bears_loads or context.left_s <= 0:
             return
         workload, predictor = foretold.predictions.workload, foretold.predictor
         deployed = predictor.as_deployed()

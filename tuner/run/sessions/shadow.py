@@ -244,7 +244,7 @@ class ShadowSession:
         self.decision = decision = decide_predicted(context, predictor, self._predicted)
         self.starting_points = compare_starting_points(predictor, self._predicted, decision)
         self.knobs = advise_on_knobs(context, predictor, self._predicted, decision)
-        if workload.slos:
+        if workload.slos and workload.plan.bears_loads:
             with context.stopwatch.stage("capacity"):
                 self.capacity = predict_capacity(predictor, workload, decision, current)
                 tell_headroom(context, self.capacity)
