@@ -18,7 +18,7 @@ from tuner.errors import UsageError
 from tuner.report.page import report_of, sections_of
 from tuner.report.run_files import read_run
 from tuner.report.summary import headline
-from tuner.run.directory import RESULT_FILE, TIMELINES_FILE
+from tuner.run.directory import RESULT_FILE, RUN_FILE, TIMELINES_FILE
 
 ORDER = [
     *(
@@ -209,6 +209,16 @@ def test_a_shadow_that_replayed_other_requests_is_not_compared_as_if_it_had_not(
     run_dir = shadowed_run(live, tmp_path, same_requests=False)
     said = {s.anchor: s.says for s in sections_of(read_run(run_dir))}["agreement"]
     assert "other stretches of the trace" in said[1]
+
+
+def test_requests_are_the_same_whatever_warmed_the_engine_up(
+    live: Path, tmp_path: Path
+) -> None:
+    run_dir = shadowed_run(live, tmp_path)
+    run = read(run_dir, RUN_FILE)
+    longer = [{**window, "lead_in_s": 1.0} for window in run["predicted_windows"]]
+    write(run_dir, RUN_FILE, {**run, "predicted_windows": longer})
+    assert read_run(run_dir).predicted_same_requests
 
 
 def test_pairs_that_the_run_kept_are_what_is_compared(shadowed: Path, tmp_path: Path) -> None:

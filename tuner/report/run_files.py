@@ -36,9 +36,16 @@ class SavedStrategy(LimitsRecord):
     failure: str | None = None
 
 
+class _Stretch(msgspec.Struct, frozen=True):
+    """What is measured of a window, whatever warms it up."""
+
+    start_s: float
+    end_s: float
+
+
 class _Run(msgspec.Struct, frozen=True):
-    windows: list[dict[str, float]] = []
-    predicted_windows: list[dict[str, float]] = []
+    windows: list[_Stretch] = []
+    predicted_windows: list[_Stretch] = []
 
 
 @dataclass(frozen=True, slots=True)
