@@ -28,7 +28,7 @@ from tuner.replay.slo import Slo
 from tuner.replay.timeline import Outcome
 from tuner.traffic.concurrency import Concurrency
 from tuner.traffic.prompts import TokenPrompt
-from tuner.traffic.traces import LoadModel, Trace
+from tuner.traffic.traces import LoadModel, Trace, Turns
 from tuner.traffic.windows import Window
 
 LIMITS = EngineLimits(8, 256)
@@ -368,6 +368,16 @@ def test_a_lead_in_is_replayed_and_not_measured() -> None:
     assert kept(cut).end_s.min() > 0
     assert cut.timelines.gap_s.total_weight < whole.timelines.gap_s.total_weight
     assert measure([cut]).offered == rows.sum()
+
+
+def test_turns_that_come_late_are_measured_at_every_setting_or_at_none() -> None:
+    """Who was recorded before the window stays there, however slow the engine is."""
+    trace, after = steady(60, per_s=30.0), np.arange(-6, 54)
+    turns = Turns(np.maximum(after, -1), np.where(after >= 0, 0.1, 0.0))
+    warm = replace(trace, turns=turns, lead_in_s=1.0)
+    for cap in (1, 2, 8):
+        found = replay_toy(warm, EngineLimits(cap, 256), SLOW)
+        assert len(found.timelines) == warm.measured
 
 
 def test_a_lead_in_that_leaves_nothing_is_reported() -> None:

@@ -86,20 +86,21 @@ def log_of(
 
     Raises: ReplayError if nothing was due after the lead-in.
     """
-    lead_in_s = trace.lead_in_s
+    lead_in_s, is_closed = trace.lead_in_s, plan.load_model is LoadModel.CLOSED
     if lead_in_s:
-        measured = timelines.due_s >= lead_in_s
+        # By the recording, where turns wait for answers: else by speed, and so by setting.
+        measured = (timelines if is_closed else trace).due_s >= lead_in_s
         if not measured.any():
             raise ReplayError(
                 f"no request is due after the lead-in of {lead_in_s:g} s",
                 "choose a shorter one, or a longer part of the trace",
             )
-        trace, timelines = trace.slice_rows(measured), timelines.since(lead_in_s)
+        trace = trace.slice_rows(measured)
+        timelines = timelines.rows(np.flatnonzero(measured)).counted_from(lead_in_s)
         if kept_steps is not None:
             kept_steps = replace(kept_steps, end_s=kept_steps.end_s - lead_in_s)
     if plan.gate is not None:
         timelines = _with_truncated(timelines, trace)
-    is_closed = plan.load_model is LoadModel.CLOSED
     if not is_closed:
         most = math.inf if plan.batches is None else plan.batches.size
         work_s = offered_work_s(trace, timelines, steps, limits, most)

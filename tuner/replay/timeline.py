@@ -56,15 +56,14 @@ class Timelines:
     def __len__(self) -> int:
         return int(self.due_s.size)
 
-    def since(self, start_s: float) -> Timelines:
-        """Return the requests that were due from an instant on, which is the new zero."""
-        found = self.rows(np.flatnonzero(self.due_s >= start_s))
+    def counted_from(self, start_s: float) -> Timelines:
+        """Return the requests on a clock that is at zero at an instant."""
         return replace(
-            found,
-            due_s=found.due_s - start_s,
-            sent_s=found.sent_s - start_s,
-            first_s=found.first_s - start_s,
-            last_s=found.last_s - start_s,
+            self,
+            due_s=self.due_s - start_s,
+            sent_s=self.sent_s - start_s,
+            first_s=self.first_s - start_s,
+            last_s=self.last_s - start_s,
         )
 
     def rows(self, some: Ints) -> Timelines:
