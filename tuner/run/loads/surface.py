@@ -20,12 +20,11 @@ from tuner.run.context import Workload
 from tuner.run.drawing import FEW_DRAWS, decide
 from tuner.run.knobs.advice import advise
 from tuner.run.knobs.records import KnobAdvice
-from tuner.run.predict import Outcome, Predictions, predict, predict_more
-from tuner.run.trial_runner import judged
+from tuner.run.predict import Outcome, Predictions, predict, predict_more, scored
 from tuner.search.objective import Score
 from tuner.search.race import RaceDecision, RaceVerdict
 from tuner.search.space import SearchSpace
-from tuner.search.trials import Phase, leader, read_metric
+from tuner.search.trials import leader, read_metric
 from tuner.shadow.calibration import StatedError
 from tuner.shadow.predictor import Predictor
 
@@ -129,8 +128,7 @@ class AtLoad:
 
     def score(self, limits: EngineLimits) -> Score:
         """Return a setting's place among those of this load. Raises: KeyError as `reached`."""
-        outcome = self.predictions.outcomes[limits]
-        return judged(0, limits, Phase.SHADOW, outcome, self.predictions.workload.scoring)[1]
+        return scored(self.predictions.workload, self.predictions.outcomes[limits])
 
     @property
     def change_pays(self) -> bool:
