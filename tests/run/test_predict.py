@@ -162,8 +162,9 @@ def test_predictions_of_a_later_profile_take_the_place_of_earlier_ones(tmp_path:
     with a_run(tmp_path, TRACE, space) as run:
         for costs in (ToyCosts(), CROWDED):
             source = ToySource(costs)
-            found = predict_space(run.context, ToyPredictor(a_profile(), toy=source))
+            known = predict_space(run.context, ToyPredictor(a_profile(), toy=source))
         trials = run.context.journal.records()
+        found = known.predictions
     latest = predictions(trials)
     assert {t.prediction for t in trials} == {1, 2}
     assert [t.limits for t in latest] == list(found.outcomes)

@@ -22,7 +22,7 @@ from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import CutRule
 from tuner.run.context import Workload
 from tuner.run.live_search import LiveEvidence
-from tuner.run.predict import at_own_speed, predict
+from tuner.run.predict import Foretold, at_own_speed, predict
 from tuner.run.race import PredictedEvidence, race
 from tuner.run.time_plan import Observe, RacePlan, reserve_s
 from tuner.search.effects import Effects
@@ -186,7 +186,7 @@ def test_live_and_predicted_disagree_by_what_no_common_speed_explains(
         predicted = predict(predictor, run.context.space, Workload.of_whole(TRACE, aim))
         run.trial(CURRENT, Phase.RACE, 1)
         plan = run.plan(BETTER, CURRENT)
-        evidence = PredictedEvidence(plan, predictor, predicted, lambda: None)
+        evidence = PredictedEvidence(plan, Foretold(predictor, predicted), lambda: None)
         evidence.draws(2)
         found = evidence.disagreement()
     assert (f"e2e_p95 at {CURRENT} is " in found) is differs

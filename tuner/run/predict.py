@@ -74,10 +74,15 @@ class Predictions:
 
 @dataclass(frozen=True, slots=True)
 class Foretold:
-    """What was predicted of a run's space, and by what."""
+    """What was predicted of a run's space, as engines are deployed, and by what."""
 
     predictor: Predictor
     predictions: Predictions
+
+    def more(self, settings: Sequence[EngineLimits]) -> Foretold:
+        """Return it with further settings. Raises: ShadowError, UsageError."""
+        found = predict_more(self.predictor.as_deployed(), self.predictions, settings)
+        return replace(self, predictions=found)
 
 
 def predict(predictor: Predictor, space: SearchSpace, workload: Workload) -> Predictions:

@@ -24,7 +24,7 @@ from tuner.run.context import Workload
 from tuner.run.drawing import DRAWS, FEW_DRAWS, UNEXPLAINED, draw
 from tuner.run.evidence import change_bounds
 from tuner.run.journal import Round
-from tuner.run.predict import DISAGREEMENT, Predictions, at_own_speed
+from tuner.run.predict import DISAGREEMENT, Foretold, at_own_speed
 from tuner.run.rounds import POLL_S, share_round
 from tuner.run.time_plan import Observe, RacePlan, cold_cost_s, reserve_s
 from tuner.run.trial_runner import TrialRunner
@@ -41,7 +41,6 @@ from tuner.search.race import (
     whole_rounds,
 )
 from tuner.search.trials import Phase, Trial
-from tuner.shadow.predictor import Predictor
 
 # With a prediction one round tells whether it holds: ours.
 MIN_ROUNDS_PREDICTED = 1
@@ -80,7 +79,7 @@ class Evidence(Protocol):
         """Take in what the round that has just ended showed."""
 
 
-Relearn = Callable[[], tuple[RacePlan, Predictor, Predictions] | None]
+Relearn = Callable[[], tuple[RacePlan, Foretold] | None]
 """Fits the step model anew and predicts who races with it; None where there is no time."""
 
 
@@ -94,8 +93,7 @@ class PredictedEvidence:
     """
 
     plan: RacePlan
-    predictor: Predictor
-    predictions: Predictions
+    known: Foretold
     relearn: Relearn
     min_rounds: int = MIN_ROUNDS_PREDICTED
     _off: dict[int, float] = field(default_factory=dict)
@@ -110,7 +108,7 @@ class PredictedEvidence:
 
     def settings(self) -> Sequence[EngineLimits]:
         """Return who races, but for those of which nothing could be predicted."""
-        found = self.predictions.outcomes
+        found = self.known.predictions.outcomes
         return [s for s in self.plan.settings if isinstance(found.get(s), Measurement)]
 
     def draws(self, count: int) -> Draws:
@@ -121,12 +119,13 @@ class PredictedEvidence:
         """Return draws of settings that were predicted, also of some that have not raced."""
         trials = self._trials(settings)
         failed = {t.limits for t in trials if t.score.tier is Tier.FAILED}
-        outcomes = dict(self.predictions.outcomes)
+        predictor, predictions = self.known.predictor, self.known.predictions
+        outcomes = dict(predictions.outcomes)
         for limits in failed:
             outcomes[limits] = Failure("it failed in its live replay")
-        predictions = replace(self.predictions, outcomes=outcomes)
+        predictions = replace(predictions, outcomes=outcomes)
         unexplained = self._unexplained(settings)
-        return draw(self.predictor.as_deployed(), predictions, settings, count, unexplained)
+        return draw(predictor.as_deployed(), predictions, settings, count, unexplained)
 
     def _trials(self, settings: Sequence[EngineLimits]) -> list[Trial]:
         return [
@@ -150,7 +149,7 @@ class PredictedEvidence:
         """Return by how much a replay differs from the simulation at its own speed."""
         measured = trial.measurement or {}
         step_s = float(measured["busy_s"]) / max(int(measured["steps"]), 1)
-        found = at_own_speed(self.predictor, self.plan.workload, trial.limits, step_s)
+        found = at_own_speed(self.known.predictor, self.plan.workload, trial.limits, step_s)
         if found is None:
             return math.nan
         return trial.score.log_over(self.plan.workload.scoring.score(found))
@@ -170,7 +169,7 @@ class PredictedEvidence:
         return ", ".join(
             f"{metric} at {limits} is {wrong:+.0%} off the simulation at the same speed"
             for (limits, metric), wrong in means.items()
-            if abs(wrong) > DISAGREEMENT * self.predictor.wrong_ratio
+            if abs(wrong) > DISAGREEMENT * self.known.predictor.wrong_ratio
         )
 
     def inside(self, draws: Draws, confidence: float) -> list[EngineLimits]:
@@ -181,7 +180,7 @@ class PredictedEvidence:
         """Predict anew with what the round's steps have shown."""
         found = self.relearn()
         if found is not None:
-            self.plan, self.predictor, self.predictions = found
+            self.plan, self.known = found
             self._off.clear()
 
 

@@ -27,7 +27,6 @@ from tuner.run.loads.capacity import (
 from tuner.run.loads.records import ClientAdvice
 from tuner.run.options import Method
 from tuner.run.outcome import RunFindings
-from tuner.run.predict import predict_more
 from tuner.run.race import race
 from tuner.run.result import Restlessness, StartFinding
 from tuner.run.sessions.learning import Learning
@@ -221,12 +220,10 @@ class Session:
             if self.context.record.options.knobs:
                 self.context.listener.note("no knob is turned: nothing could be predicted")
             return
-        predictor, predicted = foretold.predictor, foretold.predictions
-        if decision.winner not in predicted.outcomes:
-            predicted = predict_more(predictor.as_deployed(), predicted, [decision.winner])
-        self.starting_points = compare_starting_points(predictor, predicted, decision)
-        self.clients = advise_clients(self.context, predictor, predicted, decision.winner)
-        advice = advise_on_knobs(self.context, predictor, predicted, decision)
+        known = foretold.more([decision.winner])
+        self.starting_points = compare_starting_points(known, decision)
+        self.clients = advise_clients(self.context, known, decision.winner)
+        advice = advise_on_knobs(self.context, known, decision)
         if advice is not None and self.search.plan is not None:
             try:
                 advice = confirm_knobs(self.runner, self.search.plan, advice)

@@ -22,7 +22,6 @@ from tuner.run.predict import (
     Foretold,
     Predictions,
     cross_check,
-    predict_more,
 )
 from tuner.run.race import PredictedEvidence, race
 from tuner.run.sessions.learning import Learning
@@ -42,7 +41,6 @@ from tuner.search.objective import Objective, Tier
 from tuner.search.race import RaceDecision
 from tuner.search.trials import Phase, leader
 from tuner.shadow.calibration import check_rank_by
-from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import KvStart, Profile, read_profile
 from tuner.traffic.windows import Window
 
@@ -163,17 +161,16 @@ class PredictedSearch:
         """
         check_rank_by(profile)
         context, predictor = self.context, self.learning.predictor_of(profile)
-        predicted = predict_space(context, predictor)
-        self.foretold = Foretold(predictor, predicted)
+        self.foretold = known = predict_space(context, predictor)
         with context.stopwatch.stage("draw"):
             found = contend(
                 predictor.as_deployed(),
-                predicted,
+                known.predictions,
                 context.space.current,
                 confidence=context.aim.confidence,
             )
         context.listener.note(
-            f"{predicted_text(context, predicted)}; could be the best: "
+            f"{predicted_text(context, known.predictions)}; could be the best: "
             f"{', '.join(map(str, found.settings)) or 'only the current one'}"
         )
         return [*found.settings, context.space.current]
@@ -263,9 +260,9 @@ class PredictedSearch:
 
         Raises: EngineError, ShadowError, UsageError.
         """
-        known, observe = self.known, self.learning.begun.observe
+        observe = self.learning.begun.observe
         self._check_lifetimes(plan)
-        evidence = PredictedEvidence(plan, known.predictor, known.predictions, self._relearned)
+        evidence = PredictedEvidence(plan, self.known, self._relearned)
         decision = race(self.runner, evidence, observe, self.context.aim.confidence)
         decision = self._with_own_blocks(evidence, decision)
         self.plan = evidence.plan
@@ -300,14 +297,14 @@ class PredictedSearch:
         """
         plan, context = evidence.plan, self.context
         starts = self.learning.begun.calibration.starts
-        current, predictions = context.space.current, evidence.predictions
+        current, before = context.space.current, evidence.known
         cost_s = cold_cost_s(self.runner, plan, [current])
         if (
             not decision.rounds
-            or evidence.predictor.doubt
+            or before.predictor.doubt
             or self.runner.engine.restarts_per_config
             or len({s.limits.max_num_batched_tokens for s in starts}) > 1
-            or not _kv_binds(predictions, evidence.settings())
+            or not _kv_binds(before.predictions, evidence.settings())
             or context.left_s < OWN_BLOCKS_WORTH * cost_s
         ):
             return decision
@@ -319,15 +316,13 @@ class PredictedSearch:
         known, raced = self.known, evidence.settings()
         field = list(dict.fromkeys([*settings[:-1], *raced, current]))
         self.plan = race_on(context, known.predictor, field, plan.workload)
-        found = predict_more(known.predictor.as_deployed(), known.predictions, field)
-        self.foretold = Foretold(known.predictor, found)
-        evidence.plan, evidence.predictor = self.plan, known.predictor
-        evidence.predictions = found
+        self.foretold = known.more(field)
+        evidence.plan, evidence.known = self.plan, self.foretold
         # Who has raced need not race again; who may be the best by these blocks has to.
         observe = self.learning.begun.observe
         return race(self.runner, evidence, observe, context.aim.confidence)
 
-    def _relearned(self) -> tuple[RacePlan, Predictor, Predictions] | None:
+    def _relearned(self) -> tuple[RacePlan, Foretold] | None:
         """Fit anew with every step seen; predict anew, and who may be the best by that.
 
         None where no step was seen, as by a worker, or there is no time for it.
@@ -346,9 +341,7 @@ class PredictedSearch:
             self.learning.keep(known.predictor.profile)
             return None
 
-    def _predicted_anew(
-        self, plan: RacePlan, known: Foretold
-    ) -> tuple[RacePlan, Predictor, Predictions]:
+    def _predicted_anew(self, plan: RacePlan, known: Foretold) -> tuple[RacePlan, Foretold]:
         """Fit and predict anew. Raises: ShadowError, TooFewSamplesError, UsageError."""
         context, before = self.context, known.predictor.profile
         given = None if self.learning.begun.is_own else before
@@ -360,9 +353,9 @@ class PredictedSearch:
             settings = list(dict.fromkeys([*plan.settings[:-1], *self.finalists(profile)]))
             predicted = self.known.predictions
         plan = race_on(context, predictor, settings, plan.workload)
-        predicted = predict_more(predictor.as_deployed(), predicted, plan.settings)
-        self.plan, self.foretold = plan, Foretold(predictor, predicted)
-        return plan, predictor, predicted
+        found = Foretold(predictor, predicted).more(plan.settings)
+        self.plan, self.foretold = plan, found
+        return plan, found
 
     def predict_cold(self, winner: EngineLimits) -> Deployed | None:
         """Predict the winner over the current one on engines with the blocks that each has."""
@@ -388,7 +381,7 @@ class PredictedSearch:
         if not self.chosen or self.method is Method.CALIBRATED:
             self.chosen = windows = known.predictions.workload.windows
             self.context.keep_windows(windows, windows)
-        return decide_predicted(self.context, known.predictor, known.predictions)
+        return decide_predicted(self.context, known)
 
 
 def _kv_binds(predictions: Predictions, settings: Sequence[EngineLimits]) -> bool:

@@ -23,7 +23,7 @@ from tuner.run.loads.capacity import CapacityResult, predict_capacity, tell_head
 from tuner.run.loads.records import ClientAdvice
 from tuner.run.options import STARTING_POINTS
 from tuner.run.outcome import RunFindings
-from tuner.run.predict import Predictions, predict, predict_more, scored
+from tuner.run.predict import Foretold, Predictions, predict, scored
 from tuner.run.result import ProfileRecord, StartFinding
 from tuner.search.budget import window_text
 from tuner.search.ladder import at_edge
@@ -45,7 +45,7 @@ def profile_record(predictor: Predictor) -> ProfileRecord:
     )
 
 
-def predict_space(context: RunContext, predictor: Predictor) -> Predictions:
+def predict_space(context: RunContext, predictor: Predictor) -> Foretold:
     """Predict the run's space and put it among the run's trials.
 
     Raises: ShadowError, TooFewSamplesError, UsageError.
@@ -55,14 +55,16 @@ def predict_space(context: RunContext, predictor: Predictor) -> Predictions:
         if predictor.doubt and context.aim.window is None:
             workload = _that_can_be_asked(context, predictor, workload)
         predicted = predict(predictor.as_deployed(), context.space, workload)
+        known = Foretold(predictor, predicted)
         if not predictor.doubt:
-            inside = [at for at in _starting_limits() if at.within(context.space.ceiling)]
-            predicted = predict_more(predictor.as_deployed(), predicted, inside)
-        keep_predictions(context, predicted)
+            known = known.more(
+                [at for at in _starting_limits() if at.within(context.space.ceiling)]
+            )
+        keep_predictions(context, known.predictions)
     remark = predictor.info(context.space.ceiling).remark
     if remark:
         context.listener.note(remark)
-    return predicted
+    return known
 
 
 # What goes to batches beyond those that were measured is doubted from this share of the time
@@ -97,16 +99,18 @@ def _that_can_be_asked(
     return Workload.of(workload.name, trace, (part,), context.aim)
 
 
-def decide_predicted(
-    context: RunContext, predictor: Predictor, predicted: Predictions
-) -> RaceDecision:
+def decide_predicted(context: RunContext, known: Foretold) -> RaceDecision:
     """Decide by draws of what was predicted.
 
     Raises: ShadowError, UsageError; NoFeasibleConfigError if every setting fails.
     """
     with context.stopwatch.stage("draw"):
-        confidence = context.aim.confidence
-        return decide(predictor.as_deployed(), predicted, context.space, confidence=confidence)
+        return decide(
+            known.predictor.as_deployed(),
+            known.predictions,
+            context.space,
+            confidence=context.aim.confidence,
+        )
 
 
 def _starting_limits() -> list[EngineLimits]:
@@ -123,7 +127,7 @@ def _leaves_blocks(predictor: Predictor, limits: EngineLimits) -> bool:
 
 
 def compare_starting_points(
-    predictor: Predictor, predicted: Predictions, decision: RaceDecision
+    known: Foretold, decision: RaceDecision
 ) -> tuple[StartFinding, ...]:
     """Predict how far each starting point is from the answer, with this engine's memory.
 
@@ -132,12 +136,12 @@ def compare_starting_points(
 
     Raises: ShadowError, UsageError.
     """
-    if predictor.doubt:
+    if known.predictor.doubt:
         return ()
-    own_start = predictor.as_deployed()
+    own_start = known.predictor.as_deployed()
     possible = [limits for limits in _starting_limits() if _leaves_blocks(own_start, limits)]
     asked = [*possible, decision.winner]
-    own = predict_more(predictor.as_deployed(), predicted, asked)
+    own = known.more(asked).predictions
     scores = {limits: scored(own.workload, own.outcomes[limits]) for limits in asked}
     best = scores[decision.winner]
     found = []
@@ -158,7 +162,7 @@ def compare_starting_points(
 
 
 def advise_on_knobs(
-    context: RunContext, predictor: Predictor, predicted: Predictions, decision: RaceDecision
+    context: RunContext, known: Foretold, decision: RaceDecision
 ) -> KnobAdvice | None:
     """Predict what the run's knobs bring beside its limits, None where it has none.
 
@@ -168,8 +172,8 @@ def advise_on_knobs(
         return None
     with context.stopwatch.stage("knobs"):
         advice = advise(
-            predictor.as_deployed(),
-            predicted,
+            known.predictor.as_deployed(),
+            known.predictions,
             decision.winner,
             context.space,
             context.record.options.knobs,
@@ -181,7 +185,7 @@ def advise_on_knobs(
 
 
 def advise_clients(
-    context: RunContext, predictor: Predictor, predicted: Predictions, limits: EngineLimits
+    context: RunContext, known: Foretold, limits: EngineLimits
 ) -> ClientAdvice | None:
     """Predict what clients of the limits should hold to, None where the limits fail.
 
@@ -190,11 +194,12 @@ def advise_clients(
 
     Raises: ShadowError, UsageError.
     """
-    if predictor.doubt or not isinstance(predicted.outcomes.get(limits), Measurement):
+    predictor, found = known.predictor, known.predictions
+    if predictor.doubt or not isinstance(found.outcomes.get(limits), Measurement):
         return None
     with context.stopwatch.stage("clients"):
         try:
-            return clients.advise(predictor.as_deployed(), limits, predicted.workload)
+            return clients.advise(predictor.as_deployed(), limits, found.workload)
         except TooFewSamplesError as error:
             context.listener.note(f"no advice for clients: {error.message}")
             return None
@@ -224,7 +229,7 @@ class ShadowSession:
     starting_points: tuple[StartFinding, ...] = ()
     clients: ClientAdvice | None = None
     decision: RaceDecision | None = None
-    _predicted: Predictions | None = None
+    _foretold: Foretold | None = None
 
     def run(self) -> RaceDecision:
         """Predict the whole space and decide by it.
@@ -236,19 +241,19 @@ class ShadowSession:
             check_rank_by(predictor.profile)
         context.stopwatch.begin()
         context.journal.set_state("running")
-        self._predicted = predict_space(context, predictor)
-        workload = self._predicted.workload
+        self._foretold = known = predict_space(context, predictor)
+        workload = known.predictions.workload
         context.keep_windows(workload.windows, workload.windows)
-        context.listener.note(predicted_text(context, self._predicted))
+        context.listener.note(predicted_text(context, known.predictions))
         current = context.space.current
-        self.decision = decision = decide_predicted(context, predictor, self._predicted)
-        self.starting_points = compare_starting_points(predictor, self._predicted, decision)
-        self.knobs = advise_on_knobs(context, predictor, self._predicted, decision)
+        self.decision = decision = decide_predicted(context, known)
+        self.starting_points = compare_starting_points(known, decision)
+        self.knobs = advise_on_knobs(context, known, decision)
         if workload.slos and workload.plan.bears_loads:
             with context.stopwatch.stage("capacity"):
                 self.capacity = predict_capacity(predictor, workload, decision, current)
                 tell_headroom(context, self.capacity)
-        self.clients = advise_clients(context, predictor, self._predicted, decision.winner)
+        self.clients = advise_clients(context, known, decision.winner)
         self._keep_timelines(workload, [decision.shown, current])
         context.journal.set_state("done")
         return decision
@@ -284,15 +289,16 @@ class ShadowSession:
     @property
     def _workload(self) -> Workload:
         """What is predicted, or will be."""
-        if self._predicted is not None:
-            return self._predicted.workload
+        if self._foretold is not None:
+            return self._foretold.predictions.workload
         return Workload.of_whole(self.context.trace, self.context.aim)
 
     def caveats(self, decision: RaceDecision) -> list[Caveat]:
         """Return the caveats of the run, in a fixed order."""
         context = self.context
         found = {*context.caveats, Caveat.SHADOW_ONLY}
-        history = [] if self._predicted is None else self._predicted.observations
+        known = self._foretold
+        history = [] if known is None else known.predictions.observations
         if at_edge(decision.best, history):
             found.add(Caveat.AT_SPACE_EDGE)
         if self._workload.windows != (whole(context.trace),):
