@@ -52,9 +52,9 @@ from tuner.traffic.traces import Trace
 from tuner.traffic.windows import Window
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RunFindings:
-    """What a run found beside its decision and its trials.
+    """What a run found beside its decision and its trials, filled in as it is found.
 
     `windows` are those that were replayed live, or predicted where none were; `scoring` is how
     they are judged, None before they are chosen. `compared` holds what was measured live and

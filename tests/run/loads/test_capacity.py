@@ -161,9 +161,10 @@ def test_what_is_told_to_be_borne_is_borne_as_deployed(tmp_path: Path) -> None:
         session = Session.of(run.runner, {}, lambda _: predictor)
         session.search.foretold = Foretold(predictor, Predictions(run.workload))
         session._find_capacity(decision)
-    assert session.capacity is not None
-    assert (session.capacity.winner, session.capacity.live) == (deployed.capacity, None)
-    assert "not tried live: the engine that was measured on" in session.capacity.text
+    found = session.found.capacity
+    assert found is not None
+    assert (found.winner, found.confirmed_live) == (deployed.capacity, None)
+    assert "not tried live: the engine that was measured on" in found.text
 
 
 def never_idle_per_s(limits: EngineLimits, source: ToySource) -> float:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from tuner.engine.limits import EngineLimits
@@ -16,19 +16,12 @@ from tuner.replay.process import EngineStart
 from tuner.run.cold import Cold, confirm_cold, unless_refuted
 from tuner.run.context import WINDOW, RunContext, Workload
 from tuner.run.knobs.advice import confirm_knobs
-from tuner.run.knobs.records import KnobAdvice, Standing
+from tuner.run.knobs.records import Standing
 from tuner.run.live_search import LiveEvidence, has_searched, search_live, searched
-from tuner.run.loads.capacity import (
-    CapacityResult,
-    confirm_capacity,
-    predict_capacity,
-    tell_headroom,
-)
-from tuner.run.loads.records import ClientAdvice
+from tuner.run.loads.capacity import confirm_capacity, predict_capacity, tell_headroom
 from tuner.run.options import Method
 from tuner.run.outcome import RunFindings
 from tuner.run.race import race
-from tuner.run.result import Restlessness, StartFinding
 from tuner.run.sessions.learning import Learning
 from tuner.run.sessions.predicted import PredictedSearch
 from tuner.run.sessions.shadow import (
@@ -63,17 +56,13 @@ class Session:
 
     With Method.LIVE nothing is predicted to rank by; what a live search has shown may yet be
     predicted from where it had no time to race. `decision` is what was decided, None until it
-    stands; `cold` is of the setting that it tells of.
+    stands; `cold` is of the setting that it tells of, `found` what is told beside it.
     """
 
     search: PredictedSearch
     decision: RaceDecision | None = None
     cold: Cold | None = None
-    capacity: CapacityResult | None = None
-    knobs: KnobAdvice | None = None
-    starting_points: tuple[StartFinding, ...] = ()
-    clients: ClientAdvice | None = None
-    restlessness: Restlessness | None = None
+    found: RunFindings = field(default_factory=RunFindings)
 
     @classmethod
     def of(
@@ -221,8 +210,8 @@ class Session:
                 self.context.listener.note("no knob is turned: nothing could be predicted")
             return
         known = foretold.more([decision.winner])
-        self.starting_points = compare_starting_points(known, decision)
-        self.clients = advise_clients(self.context, known, decision.winner)
+        self.found.starting_points = compare_starting_points(known, decision)
+        self.found.clients = advise_clients(self.context, known, decision.winner)
         advice = advise_on_knobs(self.context, known, decision)
         if advice is not None and self.search.plan is not None:
             try:
@@ -232,7 +221,7 @@ class Session:
                 advice = replace(advice, standing=Standing.UNTRIED, cause=cause)
             if advice.settings:
                 self.context.listener.note(advice.lines[-1])
-        self.knobs = advice
+        self.found.knobs = advice
 
     def _find_capacity(self, decision: RaceDecision) -> None:
         """Find how much load the answer bears, where there is an SLO and a prediction.
@@ -250,19 +239,20 @@ class Session:
             found = predict_capacity(deployed, workload, decision, context.space.current)
             tell_headroom(context, found)
         if self.method is Method.CALIBRATED:
-            self.capacity = found
+            self.found.capacity = found.record
             return
         windows = [workload] if search.plan is None else [workload, search.plan.workload]
         there = deployed if self.runner.engine.restarts_per_config else predictor
-        self.capacity = confirm_capacity(self.runner, there, windows, decision.winner, found)
+        found = confirm_capacity(self.runner, there, windows, decision.winner, found)
+        self.found.capacity = found.record
 
     def _tell_restlessness(self, decision: RaceDecision) -> None:
         """Say how restless a noisy machine was, and how much longer would help."""
         if not _NOISY & set(self.caveats(decision)):
             return
-        self.restlessness = self.search.learning.restlessness(decision)
-        if self.restlessness is not None:
-            self.context.listener.note(self.restlessness.text)
+        self.found.restlessness = told = self.search.learning.restlessness(decision)
+        if told is not None:
+            self.context.listener.note(told.text)
 
     def findings(self) -> RunFindings:
         """Return what stands in the result beside the decision."""
@@ -271,20 +261,16 @@ class Session:
         workload = plan.workload if plan is not None else None
         if workload is None and foretold is not None:
             workload = foretold.predictions.workload
-        return RunFindings(
+        return replace(
+            self.found,
             windows=search.chosen or (() if workload is None else workload.windows),
             scoring=None if workload is None else workload.scoring,
             cold=None if self.cold is None or self.decision is None else self.cold.record,
-            capacity=None if self.capacity is None else self.capacity.record,
             profile=None if foretold is None else profile_record(foretold.predictor),
             compared=search.compared,
             info=engine.info,
             engine_starts=engine.starts,
             cold_blocks=engine.cold_blocks,
-            knobs=self.knobs,
-            starting_points=self.starting_points,
-            clients=self.clients,
-            restlessness=self.restlessness,
         )
 
     def caveats(self, decision: RaceDecision) -> list[Caveat]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from tuner.engine.limits import EngineLimits
 from tuner.engine.steps import StepColumns
@@ -19,7 +19,7 @@ from tuner.run.drawing import decide
 from tuner.run.knobs.advice import advise
 from tuner.run.knobs.records import KnobAdvice
 from tuner.run.loads import clients
-from tuner.run.loads.capacity import CapacityResult, predict_capacity, tell_headroom
+from tuner.run.loads.capacity import predict_capacity, tell_headroom
 from tuner.run.loads.records import ClientAdvice
 from tuner.run.options import STARTING_POINTS
 from tuner.run.outcome import RunFindings
@@ -224,10 +224,7 @@ class ShadowSession:
     context: RunContext
     predictor: Predictor
     is_forced: bool = False
-    capacity: CapacityResult | None = None
-    knobs: KnobAdvice | None = None
-    starting_points: tuple[StartFinding, ...] = ()
-    clients: ClientAdvice | None = None
+    found: RunFindings = field(default_factory=RunFindings)
     decision: RaceDecision | None = None
     _foretold: Foretold | None = None
 
@@ -247,13 +244,14 @@ class ShadowSession:
         context.listener.note(predicted_text(context, known.predictions))
         current = context.space.current
         self.decision = decision = decide_predicted(context, known)
-        self.starting_points = compare_starting_points(known, decision)
-        self.knobs = advise_on_knobs(context, known, decision)
+        self.found.starting_points = compare_starting_points(known, decision)
+        self.found.knobs = advise_on_knobs(context, known, decision)
         if workload.slos and workload.plan.bears_loads:
             with context.stopwatch.stage("capacity"):
-                self.capacity = predict_capacity(predictor, workload, decision, current)
-                tell_headroom(context, self.capacity)
-        self.clients = advise_clients(context, known, decision.winner)
+                borne = predict_capacity(predictor, workload, decision, current)
+                self.found.capacity = borne.record
+                tell_headroom(context, borne)
+        self.found.clients = advise_clients(context, known, decision.winner)
         self._keep_timelines(workload, [decision.shown, current])
         context.journal.set_state("done")
         return decision
@@ -311,15 +309,12 @@ class ShadowSession:
 
     def findings(self) -> RunFindings:
         """Return what stands in the result beside the decision."""
-        return RunFindings(
+        return replace(
+            self.found,
             windows=self._workload.windows,
             scoring=self._workload.scoring,
             profile=profile_record(self.predictor),
-            capacity=None if self.capacity is None else self.capacity.record,
             info=self.predictor.info(self.context.space.ceiling),
-            knobs=self.knobs,
-            starting_points=self.starting_points,
-            clients=self.clients,
         )
 
 
