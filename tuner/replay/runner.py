@@ -359,8 +359,7 @@ def measure_capacity(
 
 def holds(measured: Measurement, slos: Sequence[Slo]) -> bool:
     """Whether every SLO holds and the load is sustained."""
-    slacks = [slo.slack_ratio(measured) for slo in slos]
-    is_within = all(slack is None or slack <= 0 for slack in slacks)
+    is_within = not any(slo.is_broken_by(measured) for slo in slos)
     return is_within and measured.is_sustained and measured.completed > 0
 
 

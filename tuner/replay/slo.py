@@ -93,6 +93,10 @@ class Slo:
         value = measured.slo_value(self.metric, self.statistic)
         return None if value is None else value / self.bound_s - 1.0
 
+    def is_broken_by(self, measured: Measured) -> bool:
+        """Whether a measurement exceeds the bound; one that has no such latency does not."""
+        return (self.slack_ratio(measured) or 0.0) > 0
+
     def is_met_by(self, ttft_s: Floats, tpot_s: Floats, e2e_s: Floats) -> NDArray[np.bool_]:
         """Mark the requests that meet the bound themselves; one without that latency does."""
         column = {"ttft_s": ttft_s, "tpot_s": tpot_s, "e2e_s": e2e_s}.get(self.metric)

@@ -317,16 +317,11 @@ class Scoring:
         return max(1 + self._worst_slack(m), 1e-9)
 
     def _worst_slack(self, m: Measurement) -> float:
-        return max((self._slack(slo, m) for slo in self.slos), default=-math.inf)
-
-    @staticmethod
-    def _slack(slo: Slo, m: Measurement) -> float:
-        slack = slo.slack_ratio(m)
-        return 0.0 if slack is None else slack
+        return max((slo.slack_ratio(m) or 0.0 for slo in self.slos), default=-math.inf)
 
     def slacks(self, m: Measurement) -> dict[str, float]:
         """Return each SLO's slack, as Optuna takes constraints: feasible at or below zero."""
-        return {slo.name: self._slack(slo, m) for slo in self.slos}
+        return {slo.name: slo.slack_ratio(m) or 0.0 for slo in self.slos}
 
     def broken_in(self, measurement: Mapping[str, Any]) -> list[str]:
         """Name the SLOs that do not hold in a recorded measurement, with what was measured."""

@@ -424,7 +424,7 @@ class _Sizer:
         carried = [slo for slo in self.aim.slos if slo.needed_samples <= count]
         if not carried or count < MIN_REQUESTS:
             return None
-        return tuple(slo for slo in carried if (slo.slack_ratio(measured) or 0.0) > 0)
+        return tuple(slo for slo in carried if slo.is_broken_by(measured))
 
 
 def _mean_on(

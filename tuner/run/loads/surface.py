@@ -53,7 +53,7 @@ class Reached:
         """Return what an outcome says of a setting."""
         if not isinstance(outcome, Measurement):
             return cls(limits, None, slos, slos, outcome.cause)
-        broken = tuple(slo for slo in slos if (slo.slack_ratio(outcome) or 0.0) > 0)
+        broken = tuple(slo for slo in slos if slo.is_broken_by(outcome))
         return cls(limits, outcome.as_json(), slos, broken)
 
     @property

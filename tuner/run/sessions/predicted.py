@@ -15,6 +15,7 @@ from tuner.run.cold import start_all
 from tuner.run.context import WINDOW, RunContext, Workload
 from tuner.run.directory import PROFILE_FILE
 from tuner.run.drawing import Deployed, contend, predict_deployed
+from tuner.run.evidence import KV_FULL_RATIO
 from tuner.run.options import Method
 from tuner.run.predict import (
     DISAGREEMENT,
@@ -50,8 +51,6 @@ LONGER_SHARE, MOST_LOOKS, LEAST_LOOK_S = 0.7, 3, 10.0
 # How many times as much as starting the current setting has to be left for it: ours, the
 # winner's start comes after.
 OWN_BLOCKS_WORTH = 2.5
-# From how full a KV cache on it binds: ours, a request more and it does.
-KV_FULL = 0.95
 
 
 @dataclass(slots=True)
@@ -388,4 +387,4 @@ def _kv_binds(predictions: Predictions, settings: Sequence[EngineLimits]) -> boo
     """Whether the size of the KV cache matters to any of the settings."""
     found = [predictions.outcomes.get(limits) for limits in settings]
     measured = [m for m in found if isinstance(m, Measurement)]
-    return any(m.preemptions > 0 or m.kv_usage.max >= KV_FULL for m in measured)
+    return any(m.preemptions > 0 or m.kv_usage.max >= KV_FULL_RATIO for m in measured)
