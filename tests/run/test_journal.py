@@ -17,9 +17,9 @@ from sqlalchemy import text
 from tuner.engine.limits import EngineLimits
 from tuner.errors import StorageError, UsageError
 from tuner.run.directory import TRIALS_FILE, RunDir
-from tuner.run.journal import Journal, Recorded, Round, open_journal
+from tuner.run.journal import Journal, Round, open_journal
 from tuner.search.objective import Score, Tier
-from tuner.search.trials import Phase, Trial, race_records
+from tuner.search.trials import Phase, Recorded, Trial, race_records
 from tuner.traffic.windows import Window
 
 LIMITS = EngineLimits(8, 1024)
@@ -42,7 +42,7 @@ def kept(journal: Journal, score: Score, phase: Phase = Phase.LADDER, round_: in
     number = journal.begin(LIMITS)
     measured = None if score.tier is Tier.FAILED else MEASURED
     record = Trial.of(number, LIMITS, phase, round_, score, measured, "why")
-    journal.finish(number, score, {"ttft_p99": -0.25}, record)
+    journal.finish(number, record, {"ttft_p99": -0.25})
     return number
 
 

@@ -15,9 +15,9 @@ from support.postgres import PostgresServer, postgres
 from tuner.engine.limits import EngineLimits
 from tuner.errors import StorageError
 from tuner.run import storage
-from tuner.run.journal import Journal, Recorded, Round
+from tuner.run.journal import Journal, Round
 from tuner.search.objective import Score, Tier
-from tuner.search.trials import Phase, Trial
+from tuner.search.trials import Phase, Recorded, Trial
 from tuner.traffic.windows import Window
 
 LIMITS = EngineLimits(8, 1024)
@@ -63,7 +63,7 @@ def test_a_server_that_restarts_is_waited_for_in_whatever_is_asked_of_it(
     with away(own, 1.0):
         number = journal.begin(LIMITS)
     with away(own, 1.0):
-        assert journal.finish(number, GOOD, {"ttft_p99": -0.5}, a_record(number))
+        assert journal.finish(number, a_record(number), {"ttft_p99": -0.5})
     with away(own, 1.0):
         journal.offer([a_round(1), a_round(2)])
     with away(own, 1.0):

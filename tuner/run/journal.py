@@ -47,9 +47,9 @@ from tuner.run.storage import (
     outlasting_methods,
     undisturbed_methods,
 )
-from tuner.search.objective import Score, Tier
+from tuner.search.objective import Tier
 from tuner.search.race import RaceRun
-from tuner.search.trials import Observation, Phase
+from tuner.search.trials import Observation, Phase, Recorded
 from tuner.search.trials import Trial as Record
 from tuner.shadow.design import Block
 from tuner.traffic.windows import Window
@@ -97,9 +97,6 @@ def _is_alive(trial: FrozenTrial) -> bool:
     return DONE in trial.user_attrs or not trial.state.is_finished()
 
 
-Recorded = tuple[Record, Mapping[str, float]]
-"""A record, and the slacks of its SLOs."""
-
 STUDY_NAME = "tune"
 
 
@@ -118,6 +115,12 @@ _DISTRIBUTIONS = {
 }
 _STATES = {Tier.CUT: TrialState.PRUNED, Tier.FAILED: TrialState.FAIL}
 _ENDED = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
+
+
+def _ending(record: Record) -> tuple[TrialState, float | None]:
+    """Return how a trial ends in the study, and with which value."""
+    state = _STATES.get(record.tier, TrialState.COMPLETE)
+    return state, record.score.value if state is TrialState.COMPLETE else None
 
 
 @outlasting_methods
@@ -261,34 +264,37 @@ class Journal:
         with suppress(StorageInternalError, SQLAlchemyError):
             self._storage.record_heartbeat(trial_id)
 
-    def finish(
-        self,
-        number: int,
-        score: Score,
-        slacks: Mapping[str, float],
-        record: Record,
-    ) -> bool:
+    def finish(self, number: int, record: Record, slacks: Mapping[str, float]) -> bool:
         """Keep what a trial measured, or why it did not; tell whether it counts.
 
         It does not when the trial was given up as dead meanwhile: another worker has it.
         """
-        trial, _ = self._held[number]
-        state = _STATES.get(score.tier, TrialState.COMPLETE)
-        values = score.value if state is TrialState.COMPLETE else None
-        try:
+
+        def keep(trial: Trial) -> None:
             for name, slack in slacks.items():
                 trial.set_constraint(name, slack)
             trial.set_user_attr("record", msgspec.to_builtins(record))
-            # From here on it counts: give_back_stale leaves a trial with a record alone.
-            with suppress(UpdateFinishedTrialError):
-                self._study.tell(trial, values, state=state, skip_if_finished=True)
-        except UpdateFinishedTrialError:
-            return self._let_go(number, counts=False)
-        return self._let_go(number, counts=True)
 
-    def _let_go(self, number: int, *, counts: bool) -> bool:
-        """End a claim, and return whether what came of it counts."""
-        _, heart = self._held.pop(number)
+        return self._end(number, keep, *_ending(record))
+
+    def _end(
+        self,
+        number: int,
+        keep: Callable[[Trial], None],
+        state: TrialState,
+        value: float | None = None,
+    ) -> bool:
+        """Keep what came of a claim, and end it; tell whether that counts."""
+        trial, heart = self._held[number]
+        counts = True
+        try:
+            keep(trial)
+            # From here on it counts: give_back_stale leaves what has a record, or is done.
+            with suppress(UpdateFinishedTrialError):
+                self._study.tell(trial, value, state=state, skip_if_finished=True)
+        except UpdateFinishedTrialError:
+            counts = False
+        del self._held[number]
         if heart is not None:
             heart.stop()
         return counts
@@ -304,18 +310,14 @@ class Journal:
         All of them count or none: they do not when the round was given up as dead meanwhile,
         since another process has it then.
         """
-        trial, _ = self._held[number]
-        try:
+
+        def keep(trial: Trial) -> None:
             self.add(replays, part_of=number)
             for name, value in (more or {}).items():
                 trial.set_user_attr(name, value)
             trial.set_user_attr(DONE, value=True)
-            # From here on it counts: give_back_stale leaves a round that is done alone.
-            with suppress(UpdateFinishedTrialError):
-                self._study.tell(trial, state=TrialState.PRUNED, skip_if_finished=True)
-        except UpdateFinishedTrialError:
-            return self._let_go(number, counts=False)
-        return self._let_go(number, counts=True)
+
+        return self._end(number, keep, TrialState.PRUNED)
 
     def give_back_stale(self) -> int:
         """Queue again the rounds that dead processes had claimed; return how many those were.
@@ -365,11 +367,11 @@ class Journal:
                 continue
             if part_of is not None:
                 attrs[PART_OF] = part_of
-            state = _STATES.get(record.tier, TrialState.COMPLETE)
+            state, value = _ending(record)
             self._study.add_trial(
                 optuna.create_trial(
                     state=state,
-                    value=record.score.value if state is TrialState.COMPLETE else None,
+                    value=value,
                     params=asdict(record.limits),
                     distributions=dict(_DISTRIBUTIONS),
                     user_attrs={"record": msgspec.to_builtins(record), **attrs},

@@ -23,6 +23,7 @@ from tuner.search.space import SearchSpace
 from tuner.search.trials import (
     Observation,
     Phase,
+    Recorded,
     Trial,
     leader,
     measured_and_predicted,
@@ -58,18 +59,18 @@ class Predictions:
     workload: Workload
     outcomes: Mapping[EngineLimits, Outcome] = field(default_factory=dict)
 
-    def trials(self, prediction: int = 0) -> list[Trial]:
+    def recorded(self, prediction: int = 0) -> list[Recorded]:
         """Return the records of the predictions, numbered from 0 on."""
         scoring = self.workload.scoring
         return [
-            judged(number, limits, Phase.SHADOW, outcome, scoring, prediction=prediction)[0]
+            judged(number, limits, Phase.SHADOW, outcome, scoring, prediction=prediction)
             for number, (limits, outcome) in enumerate(self.outcomes.items())
         ]
 
     @property
     def observations(self) -> list[Observation]:
         """What a search needs to know of each."""
-        return [trial.observation for trial in self.trials()]
+        return [trial.observation for trial, _ in self.recorded()]
 
 
 @dataclass(frozen=True, slots=True)

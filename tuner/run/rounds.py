@@ -20,10 +20,10 @@ from tuner.replay.loop import Progress, ReplayLog
 from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.replay.runner import EngineRunner
 from tuner.run.context import WINDOW, Workload
-from tuner.run.journal import Recorded, Round
+from tuner.run.journal import Round
 from tuner.run.trial_runner import TrialRunner, judged
 from tuner.search.budget import Aim
-from tuner.search.trials import Phase
+from tuner.search.trials import Phase, Recorded
 from tuner.traffic.resample import at_load
 from tuner.traffic.traces import Trace
 
@@ -63,10 +63,9 @@ def replay_round(
         cut = CutRule(max_wall_s=wall_s)
         outcome = workload.replay_on(engine, limits, cut, on_progress, on_log)
         number = one.number if one.phase is Phase.RACE else 0
-        record, _, slacks = judged(
-            0, limits, one.phase, outcome, workload.scoring, number, attempt
+        found.records.append(
+            judged(0, limits, one.phase, outcome, workload.scoring, number, attempt)
         )
-        found.records.append((record, slacks))
     return found
 
 

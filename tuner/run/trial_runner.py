@@ -18,7 +18,7 @@ from tuner.replay.runner import EngineRunner, Failure
 from tuner.run.context import RunContext, Workload
 from tuner.run.directory import TRIALS_FILE
 from tuner.search.objective import Score, Scoring, Tier
-from tuner.search.trials import Phase, Trial
+from tuner.search.trials import Phase, Recorded, Trial
 
 # Engine deaths after which the run gives up, in a row and below what has worked: ours; one may
 # be chance, three are the engine's fault.
@@ -62,12 +62,12 @@ class TrialRunner:
         outcome = workload.replay_on(
             self.engine, limits, cut, self.progressed, on_log, is_cold=is_cold
         )
-        record, score, slacks = judged(
+        record, slacks = judged(
             number, limits, phase, outcome, workload.scoring, race_round, context.attempt
         )
         context.run_dir.is_measured = True
         try:
-            counts = context.journal.finish(number, score, slacks, record)
+            counts = context.journal.finish(number, record, slacks)
         except StorageError:
             # What was measured goes on with --resume.
             context.run_dir.append_line(TRIALS_FILE, record)
@@ -125,18 +125,15 @@ def judged(
     race_round: int = 0,
     attempt: str = "",
     prediction: int = 0,
-) -> tuple[Trial, Score, dict[str, float]]:
-    """Return a trial's record, its score and the SLOs' slacks."""
+) -> Recorded:
+    """Return a trial's record and its SLOs' slacks."""
     if isinstance(outcome, Measurement):
         score, slacks = scoring.score(outcome), scoring.slacks(outcome)
         measured, cause = outcome.as_json(), ""
     else:
         score, slacks = Score(Tier.FAILED, math.inf, "failed"), {}
         measured, cause = None, outcome.cause
-    return (
-        Trial.of(
-            number, limits, phase, race_round, score, measured, cause, attempt, prediction
-        ),
-        score,
-        slacks,
+    record = Trial.of(
+        number, limits, phase, race_round, score, measured, cause, attempt, prediction
     )
+    return record, slacks

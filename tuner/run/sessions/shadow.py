@@ -207,13 +207,9 @@ def advise_clients(
 
 def keep_predictions(context: RunContext, predicted: Predictions) -> None:
     """Put predictions among the run's trials, as those of its latest profile."""
-    latest = context.journal.last_prediction() + 1
-    scoring = predicted.workload.scoring
-    made = predicted.trials(prediction=latest)
-    outcomes = predicted.outcomes.values()
-    slacks = [scoring.slacks(m) if isinstance(m, Measurement) else {} for m in outcomes]
+    made = predicted.recorded(context.journal.last_prediction() + 1)
     context.run_dir.is_measured = True
-    context.journal.add(list(zip(made, slacks, strict=True)))
+    context.journal.add(made)
     context.keep_trials()
 
 
