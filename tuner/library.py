@@ -100,7 +100,7 @@ def replay_trace(
 def _predicted(
     profile: Profile, trace: Trace, limits: EngineLimits | None, plan: ReplayPlan, seed: int
 ) -> ReplayLog:
-    values = engine_of_profile(profile, None, None, {}).values
+    values = engine_of_profile(profile).values
     facts = ProfiledEngine(profile).facts(values)
     fitted, _ = fit_lengths(trace, facts.max_model_len, TooLong.REFUSE)
     return Predictor(profile, seed=seed).replay(fitted, limits or facts.current_limits, plan)

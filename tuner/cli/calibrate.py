@@ -132,7 +132,7 @@ def _corrected(
 
 def _served(source: ProfiledEngine, options: CalibrateOptions) -> EngineLimits:
     """Return the limits that a point was measured at. Raises: ShadowError, UsageError."""
-    values = engine_of_profile(source.profile, options.config, None, {}).values
+    values = engine_of_profile(source.profile, options.config).values
     if not options.shadow.is_forced:
         source.check(values, None, None)
     return options.served.over(source.current_limits(values))
@@ -172,7 +172,7 @@ def _by_recording(
     profile: Profile, source: ProfiledEngine, options: CalibrateOptions
 ) -> tuple[Profile, Correction]:
     """Replay the recording with one step model after the other until they agree."""
-    engine = engine_of_profile(profile, options.config, None, {})
+    engine = engine_of_profile(profile, options.config)
     traffic = options.traffic.read()
     announce(traffic)
     facts = source.facts(engine.values)

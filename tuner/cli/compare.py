@@ -131,7 +131,7 @@ def _predicted(
 ) -> dict[str, list[StrategyRow]]:
     """Predict every strategy on every kind of traffic."""
     profile, source = shadow.load()
-    values = engine_of_profile(profile, options.engine.config, None, {}).values
+    values = engine_of_profile(profile, options.engine.config).values
     facts = source.facts(values)
     default, predictor = profile.current_limits, Predictor(profile)
     tuned = _tuned(options, default)

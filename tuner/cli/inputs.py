@@ -33,7 +33,7 @@ from tuner.shadow.profiles import Profile, read_profile
 from tuner.traffic.describe import LARGEST_CAP
 from tuner.traffic.formats import ReadOptions, TimeUnit
 from tuner.traffic.traces import Aborted, LoadModel, TooLong, Trace, ZeroOutput
-from tuner.traffic.windows import WindowChoice
+from tuner.traffic.windows import Window, WindowChoice, whole
 
 WHERE_PROFILES_ARE = "every live run writes profile.yaml into its run directory"
 
@@ -140,6 +140,10 @@ class TrafficOptions(ReplaySettings):
         if message:
             say(message)
         return fitted
+
+    def window_of(self, trace: Trace) -> Window:
+        """Return the window that was chosen, else all of the trace. Raises: UsageError."""
+        return whole(trace) if self.window is None else self.window.resolve(trace)
 
     def part_of(self, trace: Trace) -> Trace:
         """Return the part in the window. Raises: TraceError, UsageError if it holds none."""

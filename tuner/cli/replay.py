@@ -123,12 +123,11 @@ def _measured(
     host.load("trace", window.of(trace), options.traffic.seed)
     with ReplayDisplay() as display:
         measured = measure([host.replay("trace", limits, plan, display.progress)])
-    is_part = window != whole(trace)
-    measured = _with_caveats(measured, options, engine, traffic, plan, trace, is_part)
     found = set(doubts(facts, plan))
     if started.others:
         found.add(Caveat.GPU_SHARED)
-    return limits, replace(measured, caveats=(*measured.caveats, *sorted(found)))
+    asked = _asked_for(options, engine, traffic, plan, trace, window)
+    return limits, replace(measured, caveats=(*measured.caveats, *asked, *sorted(found)))
 
 
 def _predicted(
@@ -146,40 +145,35 @@ def _predicted(
     if remark := predictor.info(limits).remark:
         say(remark)
     measured = measure([predictor.replay(window.of(trace), limits, plan)])
-    is_part = window != whole(trace)
-    measured = _with_caveats(measured, options, engine, traffic, plan, trace, is_part)
-    return limits, replace(measured, caveats=(*measured.caveats, *sorted(facts.caveats)))
+    asked, found = _asked_for(options, engine, traffic, plan, trace, window), facts.caveats
+    return limits, replace(measured, caveats=(*measured.caveats, *asked, *sorted(found)))
 
 
 def _part(options: ReplayOptions, traffic: Traffic, facts: EngineFacts) -> tuple[Trace, Window]:
     """Return the trace as the engine takes it, and what of it is replayed."""
     trace = options.traffic.fitted(traffic.trace, facts.max_model_len)
-    chosen = options.traffic.window
-    window = whole(trace) if chosen is None else chosen.resolve(trace)
-    return trace, window.with_lead_in(options.lead_in_s)
+    return trace, options.traffic.window_of(trace).with_lead_in(options.lead_in_s)
 
 
-def _with_caveats(
-    measured: Measurement,
+def _asked_for(
     options: ReplayOptions,
     engine: EngineChoice,
     traffic: Traffic,
     plan: ReplayPlan,
     trace: Trace,
-    is_part: bool,  # noqa: FBT001 - a fact beside the others
-) -> Measurement:
-    """Return the measurement with the caveats that follow from what was asked for."""
+    window: Window,
+) -> list[Caveat]:
+    """Return the caveats that follow from what was asked for."""
     applies = [
         (Caveat.SHADOW_ONLY, options.shadow is not None),
         (Caveat.PROFILE_FORCED, options.shadow is not None and options.shadow.is_forced),
         (Caveat.CLOSED_LOOP, plan.load_model is LoadModel.CLOSED),
         (Caveat.DEMO_MODEL, engine.is_demo),
-        (Caveat.WINDOWED, is_part),
+        (Caveat.WINDOWED, window != whole(trace)),
         (Caveat.REQUESTS_CLIPPED, bool(trace.notes.clipped)),
         *((caveat, caveat is not Caveat.LOW_DEMAND) for caveat in sorted(traffic.caveats)),
     ]
-    caveats = (*measured.caveats, *(caveat for caveat, holds in applies if holds))
-    return replace(measured, caveats=caveats)
+    return [caveat for caveat, holds in applies if holds]
 
 
 def _lines(limits: EngineLimits, m: Measurement, texts: Mapping[Caveat, str]) -> list[str]:

@@ -107,7 +107,7 @@ def retune_on(
     """
     profile = baseline.profile
     source = ProfiledEngine(profile, is_forced=options.is_forced)
-    facts = source.facts(engine_of_profile(profile, config, None, {}).values)
+    facts = source.facts(engine_of_profile(profile, config).values)
     trace, message = fit_lengths(read, facts.max_model_len, options.too_long)
     if message:
         note(message)

@@ -157,7 +157,10 @@ def configured_engine(
 
 
 def engine_of_profile(
-    profile: Profile, config: Config, model: str | None, engine_args: Mapping[str, object]
+    profile: Profile,
+    config: Config = None,
+    model: str | None = None,
+    engine_args: Mapping[str, object] | None = None,
 ) -> EngineChoice:
     """Return the configuration that a profile was made with, changed by what was given.
 
@@ -172,7 +175,7 @@ def engine_of_profile(
         hidden = []
     if model:
         values["model"] = model
-    values |= engine_args
+    values |= engine_args or {}
     names_limits = MAX_NUM_SEQS in values or MAX_NUM_BATCHED_TOKENS in values
     there = {hyphenated(key) for key in values}
     lost = tuple(key for key in hidden if hyphenated(key) not in there)

@@ -29,7 +29,6 @@ from tuner.run.loads.gate import GateAnswer, GatedLoad, find_gate, goodput_per_s
 from tuner.search.budget import Aim
 from tuner.search.objective import Objective
 from tuner.shadow.predictor import Predictor
-from tuner.traffic.windows import whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +97,7 @@ def run_gate(options: GateOptions) -> int:
 
 def _found(options: GateOptions) -> GateAnswer:
     profile, source = options.shadow.load()
-    facts = source.facts(engine_of_profile(profile, None, None, {}).values)
+    facts = source.facts(engine_of_profile(profile).values)
     limits = options.limits.over(facts.current_limits)
     traffic = options.traffic.read(limits.max_num_seqs)
     announce(traffic, shadow=options.shadow)
@@ -106,11 +105,8 @@ def _found(options: GateOptions) -> GateAnswer:
     predictor = Predictor(profile, seed=options.traffic.seed)
     if remark := predictor.info(limits).remark:
         say(remark)
-    chosen = options.traffic.window
-    window = whole(trace) if chosen is None else chosen.resolve(trace)
-    plan = options.traffic.plan(trace)
-    aim = Aim(Objective.GOODPUT, options.slos, plan, None)
-    workload = Workload.of("traffic", trace, (window,), aim)
+    aim = Aim(Objective.GOODPUT, options.slos, options.traffic.plan(trace), None)
+    workload = Workload.of("traffic", trace, (options.traffic.window_of(trace),), aim)
     return find_gate(predictor, limits, workload, options.loads, say)
 
 

@@ -23,7 +23,7 @@ from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiled import ProfiledEngine
 from tuner.traffic.resample import at_load
 from tuner.traffic.traces import Trace
-from tuner.traffic.windows import Window, whole
+from tuner.traffic.windows import Window
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class LoadsOptions:
         Raises: ShadowError if the profile does not fit here; TraceError, UsageError.
         """
         profile = source.profile
-        facts = source.facts(engine_of_profile(profile, None, None, {}).values)
+        facts = source.facts(engine_of_profile(profile).values)
         trace = self.traffic.fitted(recorded, facts.max_model_len)
         busiest = at_load(trace, load)
         space = search_space(facts, busiest, self.ladder, facts.current_limits)
@@ -95,8 +95,7 @@ class LoadsOptions:
         traffic = self.traffic.read(max(self.ladder) * PAST_LADDER)
         announce(traffic, shadow=self.shadow)
         trace, retune = self.retune(source, traffic.trace, self.loads[-1])
-        chosen = self.traffic.window
-        window = whole(trace) if chosen is None else chosen.resolve(trace)
+        window = self.traffic.window_of(trace)
         if remark := retune.predictor.info(retune.space.current).remark:
             say(remark)
         return trace, retune, Workload.of("traffic", trace, (window,), self.aim(trace))
