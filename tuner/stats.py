@@ -220,7 +220,7 @@ def mean(samples: Floats | Sequence[float]) -> Estimate:
         return Estimate(centre, None, None, n)
     ends = np.linspace(0, n, MEAN_BATCHES + 1).astype(np.int64)
     batches = np.add.reduceat(values, ends[:-1]) / np.diff(ends)
-    half = _half_width(batches, CONFIDENCE)
+    half = _half_width(batches)
     return Estimate(centre, centre - half, centre + half, n)
 
 
@@ -244,13 +244,13 @@ def mean_of_totals(totals: Floats, counts: Floats) -> Estimate:
     parts = np.array_split(np.column_stack([totals, counts]), batches)
     by_batch = np.array([part.sum(axis=0) for part in parts])
     off = by_batch[:, 0] - centre * by_batch[:, 1]
-    half = _half_width(off, CONFIDENCE) * batches / float(counts.sum())
+    half = _half_width(off) * batches / float(counts.sum())
     return Estimate(centre, centre - half, centre + half, n)
 
 
-def _half_width(values: Floats, confidence: float) -> float:
+def _half_width(values: Floats) -> float:
     """Return half the width of Student's interval for the mean of values."""
-    t = student_quantile(values.size - 1, 0.5 + confidence / 2)
+    t = student_quantile(values.size - 1, 0.5 + CONFIDENCE / 2)
     return t * float(values.std(ddof=1)) / math.sqrt(values.size)
 
 

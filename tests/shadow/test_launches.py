@@ -289,5 +289,7 @@ def test_what_work_costs_a_device_is_not_what_its_host_noticed_late(
     assert found.base_s == pytest.approx(alike.base_s, rel=0.2)
     assert abs(apart.prefill_s / alike.prefill_s - 1) > 0.2
     # Nothing of the time is lost.
-    work = (late.decode_seqs.sum(), late.prefill_tokens.sum())
-    assert found.busy_s(3000, *work) == pytest.approx(late.duration_s.sum())
+    work_s = (
+        found.decode_s * late.decode_seqs.sum() + found.prefill_s * late.prefill_tokens.sum()
+    )
+    assert 3000 * found.base_s + work_s == pytest.approx(late.duration_s.sum())

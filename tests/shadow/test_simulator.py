@@ -337,7 +337,6 @@ def test_kept_steps_add_up_to_the_summary(first_seed: int) -> None:
         rows, said = kept(log), log.steps
         assert rows.repeats.sum() == said.steps
         assert rows.duration_s.sum() == pytest.approx(said.duration_s)
-        assert (rows.decode_seqs * rows.repeats).sum() == said.decode_tokens
         for name in ("prefill_tokens", "preempted", "cached_tokens"):
             assert getattr(rows, name).sum() == getattr(said, name), name
         tokens = rows.decode_seqs + rows.prefill_tokens
@@ -357,7 +356,7 @@ def test_every_token_of_an_answer_is_computed_once_without_preemption() -> None:
     log = simulated(a_trace([float(i) for i in range(20)], 10, 7), LIMITS, STEPS)
     assert log.steps.prefill_tokens == 20 * 10
     # The prompt's batch brings the first token.
-    assert log.steps.decode_tokens == log.timelines.gap_s.total_weight == 20 * 6
+    assert log.timelines.gap_s.total_weight == 20 * 6
     assert log.timelines.output_tokens.tolist() == [7] * 20
 
 

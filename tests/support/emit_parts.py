@@ -67,7 +67,7 @@ def an_outcome(
 ) -> RunResult:
     """Return what came of an invented run."""
     info = EngineInfo(
-        *("live", "m", device, "bfloat16", version, 100, 8192, 16, 64, CEILING),
+        *("live", device, "bfloat16", version, 100, 8192, 16, 64, CEILING),
         can_change_limits=True,
         asynchronous=False,
     )

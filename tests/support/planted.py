@@ -206,7 +206,6 @@ class PlantedEngine:
         self._has_to_tidy = False
         self._info = EngineInfo(
             kind="planted",
-            model="planted",
             device="planted",
             dtype="bfloat16",
             vllm_version=VLLM_VERSION,
@@ -236,7 +235,7 @@ class PlantedEngine:
     def _made_shape(self) -> EngineShape:
         info, graphs = self._info, self._source.formula.graphs
         shape = EngineShape(
-            model=info.model,
+            model="planted",
             device=info.device,
             dtype=info.dtype,
             vllm_version=info.vllm_version,

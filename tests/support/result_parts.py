@@ -22,7 +22,7 @@ CHANGE = RaceDecision(
     RaceVerdict.CHANGE, WINNER, WINNER, (WINNER,), Estimate(0.8, 0.75, 0.85, 3), 3, "better"
 )
 INFO = EngineInfo(
-    *("toy", "m", "cpu", "float32", "0.32.0", 100, 4096, 16, 64, CURRENT),
+    *("toy", "cpu", "float32", "0.32.0", 100, 4096, 16, 64, CURRENT),
     can_change_limits=True,
     asynchronous=False,
     sampling="tokens are sampled greedily",

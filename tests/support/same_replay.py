@@ -34,7 +34,6 @@ _SUMS = (
     "cached_tokens",
     "preempted",
     "max_step_tokens",
-    "decode_tokens",
 )
 # Instants are sums of some thousand seconds, added in another order.
 _SAME_S = 1e-6

@@ -159,7 +159,6 @@ class ToyEngine:
         self._is_closed = False
         self._info = EngineInfo(
             kind="toy",
-            model="toy",
             device="toy",
             dtype="float32",
             vllm_version="0.0",

@@ -92,9 +92,8 @@ def _ratio(
     baseline: TrafficSketch,
     now: TrafficSketch,
     of: Callable[[TrafficSketch, Floats], Floats],
-    min_effect: float = MIN_RATIO,
 ) -> DriftFeature:
-    return DriftFeature(name, Unit.RATIO, min_effect, partial(of, baseline), partial(of, now))
+    return DriftFeature(name, Unit.RATIO, MIN_RATIO, partial(of, baseline), partial(of, now))
 
 
 def _rate(sketch: TrafficSketch, weights: Floats) -> Floats:

@@ -29,7 +29,6 @@ class EngineInfo:
     """
 
     kind: str
-    model: str
     device: str
     dtype: str
     vllm_version: str
@@ -53,7 +52,6 @@ class EngineInfo:
         """Return what is known of the engine that a shadow stands in for."""
         return cls(
             kind="shadow",
-            model=shape.model,
             device=shape.device,
             dtype=shape.dtype,
             vllm_version=shape.vllm_version,

@@ -159,11 +159,6 @@ class StepCosts:
     decode_s: float
     prefill_s: float
 
-    def busy_s(self, steps: float, decode_tokens: float, prefill_tokens: float) -> float:
-        """Return how long so much work takes in so many steps."""
-        decoding_s = self.base_s * steps + self.decode_s * decode_tokens
-        return decoding_s + self.prefill_s * prefill_tokens
-
 
 class CostSums:
     """Sums over steps from which `StepCosts` are fitted.
@@ -230,7 +225,7 @@ class StepSummary:
 
     `decode_steps` holds how long steps took in which nothing but decoding happened,
     `by_batch` the same by the number of sequences, `levels` how long running, waiting and KV
-    usage held which value, `peaks` their largest. `prefill_tokens` and `decode_tokens` were
+    usage held which value, `peaks` their largest. `prefill_tokens` were
     computed, again after a preemption too. For `host_bound_s` steps took what launching does.
 
     Units: seconds; weights of levels in seconds.
@@ -246,7 +241,6 @@ class StepSummary:
     cached_tokens: int
     preempted: int
     max_step_tokens: int
-    decode_tokens: int = 0
     costs: StepCosts = field(default_factory=lambda: StepCosts(0.0, 0.0, 0.0))
     host_bound_s: float = 0.0
 
@@ -279,7 +273,7 @@ class StepLog:
         self._decode, self._by_batch = LogHistogram(), dict[int, LogHistogram]()
         self._levels = {name: LogHistogram() for name in LEVELS}
         self._peaks = dict.fromkeys(LEVELS, 0.0)
-        self._decoded, self._costs = 0, CostSums()
+        self._costs = CostSums()
 
     def append(self, step: Step, end_s: float) -> None:
         """Note a turn that ended at end_s on the replay's clock."""
@@ -320,7 +314,6 @@ class StepLog:
         self._prefill += int(rows.prefill_tokens.sum())
         self._cached += int(rows.cached_tokens.sum())
         self._preempted += int(rows.preempted.sum())
-        self._decoded += int((rows.decode_seqs * rows.repeats).sum())
         self._costs.add(rows)
         fullest = int((rows.decode_seqs + rows.prefill_tokens).max())
         self._fullest = max(self._fullest, fullest)
@@ -358,7 +351,6 @@ class StepLog:
             cached_tokens=self._cached,
             preempted=self._preempted,
             max_step_tokens=self._fullest,
-            decode_tokens=self._decoded,
             costs=self._costs.fit(),
             host_bound_s=self._host_bound_s,
         )

@@ -110,16 +110,14 @@ class FleetLog:
 
     `log` counts the steps of all replicas together, and the work of a request as a share of
     what all of them can do. `on_s` is for how long each was on, from
-    when it began to start, `busy_s` for how long it computed; `places` says who got each
-    request.
+    when it began to start; `places` says who got each request.
 
-    Shapes: places [n], on_s and busy_s [replicas].
+    Shapes: places [n], on_s [replicas].
     """
 
     log: ReplayLog
     places: Ints
     on_s: Floats
-    busy_s: Floats
 
 
 def simulate_fleet(
@@ -256,8 +254,7 @@ class _FleetSimulation(Simulation):
                 places[row] = places[after.after[row]]
         log, count = self.log(), len(self._many.x)
         lines = replace(log.timelines, work_s=log.timelines.work_s / count)
-        busy_s = x[:, s.STEPS_S].copy()
-        return FleetLog(replace(log, timelines=lines), places.astype(np.int64), on_s, busy_s)
+        return FleetLog(replace(log, timelines=lines), places.astype(np.int64), on_s)
 
 
 def _router(prepared: PreparedTrace, fleet: Fleet, *, has_seen: bool) -> r.Fleet:

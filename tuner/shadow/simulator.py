@@ -283,7 +283,6 @@ class Simulation:
             cached_tokens=int(x[s.CACHED_N]),
             preempted=int(x[s.PREEMPTED_N]),
             max_step_tokens=int(x[s.FULLEST]),
-            decode_tokens=int(x[s.ALONE_SEQS] + x[s.MIXED_SEQS]),
             costs=costs.fit(),
             host_bound_s=float(x[s.HOST_BOUND_S]),
         )

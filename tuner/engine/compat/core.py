@@ -160,7 +160,6 @@ class Core:
         config = self._core.vllm_config
         return EngineInfo(
             kind="live",
-            model=str(config.model_config.model),
             device=device_name(),
             dtype=str(config.model_config.dtype).removeprefix("torch."),
             vllm_version=vllm_version(),

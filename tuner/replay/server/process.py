@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import urllib.error
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Final, Self
@@ -99,11 +99,7 @@ class ServerProcess:
                     "name another with --port, or leave it out for a free one",
                 ) from cause
 
-    def wait_ready(
-        self,
-        on_wait: Callable[[float], None] | None = None,
-        patience_s: float = START_TIMEOUT_S,
-    ) -> float:
+    def wait_ready(self, patience_s: float = START_TIMEOUT_S) -> float:
         """Wait until the server answers and return how long that took, in seconds.
 
         Raises: EngineError when it dies first or takes longer than `patience_s`.
@@ -111,14 +107,11 @@ class ServerProcess:
         began_s = time.monotonic()
         while not answers(f"{self.url}/health"):
             self.check()
-            waited_s = time.monotonic() - began_s
-            if waited_s > patience_s:
+            if time.monotonic() - began_s > patience_s:
                 raise EngineError(
                     f"the server did not answer within {patience_s:.0f} s",
                     f"allow more with --start-timeout, or look why in {self._log_path}",
                 )
-            if on_wait is not None:
-                on_wait(waited_s)
             time.sleep(_POLL_S)
         return time.monotonic() - began_s
 
