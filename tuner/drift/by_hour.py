@@ -11,7 +11,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import combinations
 from typing import Any, Final
@@ -280,7 +280,7 @@ class Calendar:
         plans = {"fixed": self.plans.fixed, "two": self.plans.two, "hourly": self.plans.hourly}
         return {
             "engine": "shadow",
-            "current": _limits(self.current),
+            "current": asdict(self.current),
             **self.error.as_json(),
             "metric": self.metric,
             "hours": [
@@ -288,8 +288,8 @@ class Calendar:
                     "hour": hour.hour,
                     "requests": hour.requests,
                     "dates": len(hour.dates),
-                    "best": _limits(self.plans.hourly.by_hour[row]),
-                    "in_two": _limits(self.plans.two.by_hour[row]),
+                    "best": asdict(self.plans.hourly.by_hour[row]),
+                    "in_two": asdict(self.plans.two.by_hour[row]),
                 }
                 for row, hour in enumerate(self.hours)
             ],
@@ -300,7 +300,7 @@ class Calendar:
         gain = plan.gain
         return {
             "settings": [
-                {**_limits(limits), "hours": plan.hours_of(self.hours, limits)}
+                {**asdict(limits), "hours": plan.hours_of(self.hours, limits)}
                 for limits in plan.settings
             ],
             "gain": None if gain is None else gain.value,
@@ -376,10 +376,3 @@ def calendar_of(
         drawn.append(Draws.pooled(of_dates))
     metrics = " or ".join(dict.fromkeys(draws.criterion()[-1] for draws in drawn))
     return Calendar(hours, day_plans(hours, drawn), metrics, current, retune.predictor.error)
-
-
-def _limits(limits: EngineLimits) -> dict[str, int]:
-    return {
-        "max_num_seqs": limits.max_num_seqs,
-        "max_num_batched_tokens": limits.max_num_batched_tokens,
-    }

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, Final, Self
 
@@ -143,8 +143,8 @@ class Checked:
             "engine": "shadow",
             "shifts": [shift.as_json() for shift in self.drift.shifts],
             "not_compared": list(self.drift.not_compared),
-            "current": _limits(self.current),
-            "best": _limits(self.best),
+            "current": None if self.current is None else asdict(self.current),
+            "best": None if self.best is None else asdict(self.best),
             "state": self.state or None,
             "gain": None if self.gain is None else self.gain.as_json(),
         }
@@ -274,12 +274,3 @@ def _state(best: Observation) -> str:
         Tier.NOT_SUSTAINED: "no setting keeps up with this load",
         Tier.BREAKS_SLO: "no setting meets the SLOs",
     }.get(best.score.tier, "no setting survives its replay")
-
-
-def _limits(limits: EngineLimits | None) -> dict[str, int] | None:
-    if limits is None:
-        return None
-    return {
-        "max_num_seqs": limits.max_num_seqs,
-        "max_num_batched_tokens": limits.max_num_batched_tokens,
-    }

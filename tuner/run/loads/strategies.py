@@ -8,7 +8,7 @@ continuous batching as vLLM comes, and as tuned.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -57,8 +57,7 @@ class StrategyRow:
         batches = self.strategy.batches
         return {
             "strategy": self.strategy.name,
-            "max_num_seqs": self.strategy.limits.max_num_seqs,
-            "max_num_batched_tokens": self.strategy.limits.max_num_batched_tokens,
+            **asdict(self.strategy.limits),
             "processes": self.strategy.processes,
             "static_batches": batches and {"size": batches.size, "wait_s": batches.wait_s},
             "measurement": None if self.measured is None else self.measured.as_json(),

@@ -91,8 +91,7 @@ class Reached:
             for name in LATENCIES
         }
         return {
-            "max_num_seqs": self.limits.max_num_seqs,
-            "max_num_batched_tokens": self.limits.max_num_batched_tokens,
+            **asdict(self.limits),
             "sustained": self.is_sustained,
             "slos_met": not self.broken if self.slos else None,
             "slos_broken": [str(slo) for slo in self.broken],
