@@ -67,9 +67,11 @@ class ReplayClock:
 class _InOrder:
     """Which request is expected next where they go in their order."""
 
+    end_s: float = math.inf
+
     def __init__(self, due_s: list[float]) -> None:
         self._due_s = due_s
-        self._expected = 0
+        self._expected = self._next = 0
 
     def expected(self) -> tuple[float, int] | None:
         """Return when the next request that was not passed is due, and its row."""
@@ -80,15 +82,15 @@ class _InOrder:
         """Go on to the one after it."""
         self._expected += 1
 
+    def ended(self, row: int, now_s: float) -> None:
+        """Take note that a request is over; the loop tells how many are in flight."""
+
 
 class OpenArrivals(_InOrder):
     """Requests go when the trace says, whatever the engine does."""
 
-    end_s: ClassVar[float] = math.inf
-
     def __init__(self, due_s: NDArray[np.float64]) -> None:
         super().__init__(due_s.tolist())
-        self._next = 0
 
     def next_due_s(
         self,
@@ -102,9 +104,6 @@ class OpenArrivals(_InOrder):
         """Return the next request's row, when it was due, and move on."""
         self._next += 1
         return self._next - 1, self._due_s[self._next - 1]
-
-    def ended(self, row: int, now_s: float) -> None:
-        """Take note that a request is over; open arrivals do not mind."""
 
 
 class CausalArrivals:
@@ -169,7 +168,6 @@ class ClosedArrivals(_InOrder):
         # Nobody knows when: as soon as there is room.
         super().__init__([math.inf] * n)
         self._times_s, self._targets, self._left = times_s, targets, n
-        self._next = 0
         self.end_s = end_s
 
     def next_due_s(self, now_s: float, in_flight: int) -> float | None:
@@ -193,9 +191,6 @@ class ClosedArrivals(_InOrder):
         self._next += 1
         return self._next - 1, now_s
 
-    def ended(self, row: int, now_s: float) -> None:
-        """Take note that a request is over; the loop tells how many are in flight."""
-
 
 @dataclass(frozen=True, slots=True)
 class StaticBatches:
@@ -218,13 +213,9 @@ class StaticBatches:
 class BatchArrivals(_InOrder):
     """Requests are due when the trace says, and go batch by batch."""
 
-    end_s: ClassVar[float] = math.inf
-
     def __init__(self, due_s: NDArray[np.float64], batches: StaticBatches) -> None:
         super().__init__(due_s.tolist())
-        self._batches = batches
-        self._next = 0
-        self._going = 0
+        self._batches, self._going = batches, 0
 
     def next_due_s(self, now_s: float, in_flight: int) -> float | None:
         """Return when the next batch is complete; None while one is being answered."""
@@ -248,9 +239,6 @@ class BatchArrivals(_InOrder):
         self._going -= 1
         self._next += 1
         return self._next - 1, self._due_s[self._next - 1]
-
-    def ended(self, row: int, now_s: float) -> None:
-        """Take note that a request is over; the loop tells how many are in flight."""
 
 
 def check_arrivals(trace: Trace, load_model: LoadModel) -> None:
