@@ -37,7 +37,7 @@ from tuner.replay.load import arrival_span_s
 from tuner.replay.metrics import Measurement, good_requests
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.server.client import Endpoint, HttpRun, replay_http
-from tuner.replay.slo import Slo, parse_slo
+from tuner.replay.slo import Slo
 from tuner.run.context import Workload
 from tuner.run.loads.gate import GateAnswer, find_gate, goodput_per_s
 from tuner.search.budget import Aim
@@ -109,7 +109,7 @@ def gate_for(profile: Profile, trace: Trace, overload: float, slo: Slo) -> GateA
 
 def measured(options: argparse.Namespace) -> dict[str, Any]:
     """Start the servers, find the gate, and measure in turns."""
-    slo, trace = parse_slo(options.slo), read_trace(options.trace)
+    slo, trace = Slo.parse(options.slo), read_trace(options.trace)
     profile = read_profile(bundled("profiles") / "demo.profile.yaml")
     few = trace.slice_rows(np.arange(len(trace)) < SATURATING)
     arguments = (*ARGUMENTS, "--dtype", options.dtype)

@@ -24,7 +24,7 @@ from tuner.cli.commands import tune
 from tuner.cli.tune import resumed, with_tuning
 from tuner.errors import UsageError
 from tuner.redact import REDACTED
-from tuner.replay.slo import parse_slo
+from tuner.replay.slo import Slo
 from tuner.run.directory import RunDir
 from tuner.run.options import TraceReading, TuningOptions
 from tuner.run.stored import StoredOptions, read_record
@@ -311,7 +311,7 @@ def test_a_profile_fills_in_what_the_command_line_leaves_open(
     assert capsys.readouterr().err == ""
     typed = ("--slo", "e2e_p50=9s", "--objective", "latency", "--max-num-seqs", "3")
     mine = filled("--trace", "t", "--tuning", "interactive", *typed)
-    assert mine["slo"] == (parse_slo("e2e_p50=9s"),)
+    assert mine["slo"] == (Slo.parse("e2e_p50=9s"),)
     assert (mine["objective"], mine["max_num_seqs"]) == ("latency", (3,))
     assert "without ttft_p99=0.5s, tpot_p99=0.05s\n" in capsys.readouterr().err
 
@@ -342,7 +342,7 @@ def test_every_option_comes_back_from_disk_as_it_was_given(tmp_path: Path) -> No
         trace=("a.jsonl", "b.jsonl"),
         config={"max-num-seqs": 8},
         engine_args={"dtype": "bfloat16"},
-        slos=(parse_slo("ttft_p99=0.1234567s"),),
+        slos=(Slo.parse("ttft_p99=0.1234567s"),),
         window="peak:300s",
         load=1.1,
         load_model=LoadModel.CLOSED,

@@ -19,7 +19,7 @@ from tuner.errors import Caveat
 from tuner.replay.loop import replay
 from tuner.replay.metrics import counted_distribution, distribution, measure
 from tuner.replay.plan import CutRule, ReplayPlan
-from tuner.replay.slo import LATENCIES, parse_slo
+from tuner.replay.slo import LATENCIES, Slo
 from tuner.replay.timeline import Outcome
 from tuner.stats import QUANTILES, pooled, quantile
 from tuner.traffic.prompts import PromptSource
@@ -43,7 +43,7 @@ def test_known_instants_give_known_numbers() -> None:
             (4.0, [5.0], Outcome.TIMED_OUT),
         ]
     )
-    m = measure([log], [parse_slo("ttft_p50=2s"), parse_slo("tpot_p50=1s")])
+    m = measure([log], [Slo.parse("ttft_p50=2s"), Slo.parse("tpot_p50=1s")])
     assert (m.offered, m.completed, m.refused, m.timed_out, m.aborted) == (5, 3, 1, 1, 0)
     assert m.latency("ttft_s", "mean") == pytest.approx((1 + 2 + 8) / 3)
     assert m.latency("e2e_s", "p50") == 4.0
@@ -134,7 +134,7 @@ def test_without_an_slo_there_is_no_goodput() -> None:
 def test_adding_a_slower_request_never_raises_goodput(
     requests: list[tuple[float, float]],
 ) -> None:
-    slos = [parse_slo("e2e_p50=5s")]
+    slos = [Slo.parse("e2e_p50=5s")]
     lives = [(due_s, [due_s + e2e_s], DONE) for due_s, e2e_s in sorted(requests)]
     slower = [*lives, (lives[-1][0], [lives[-1][0] + 20.0], DONE)]
     before, after = measure([a_log(lives)], slos), measure([a_log(slower)], slos)
@@ -266,7 +266,7 @@ def test_a_cut_replay_is_never_called_sustained() -> None:
 
 
 def test_the_json_has_every_documented_key_and_only_numbers_that_json_knows() -> None:
-    slos = [parse_slo("ttft_p99=1s")]
+    slos = [Slo.parse("ttft_p99=1s")]
     for logs in ([replay_toy(steady(50, 3.0), LIMITS)], [a_log([(0.0, [], Outcome.REFUSED)])]):
         said = measure(logs, slos).as_json()
         json.dumps(said, allow_nan=False)

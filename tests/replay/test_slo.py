@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tuner.errors import TooFewSamplesError, UsageError
-from tuner.replay.slo import LATENCIES, Slo, parse_slo
+from tuner.replay.slo import LATENCIES, Slo
 from tuner.stats import QUANTILES
 
 
@@ -41,7 +41,7 @@ class Said:
     ],
 )
 def test_slos_are_read_as_written(text: str, slo: Slo) -> None:
-    assert parse_slo(text) == slo
+    assert Slo.parse(text) == slo
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_slos_are_read_as_written(text: str, slo: Slo) -> None:
 )
 def test_what_is_no_slo_is_refused_and_quoted(text: str) -> None:
     with pytest.raises(UsageError) as caught:
-        parse_slo(text)
+        Slo.parse(text)
     assert caught.value.exit_code == 2
 
 
@@ -76,13 +76,13 @@ def test_what_is_no_slo_is_refused_and_quoted(text: str) -> None:
 def test_an_slo_reads_back_from_what_it_says_of_itself(
     metric: str, statistic: str, bound_ms: int
 ) -> None:
-    slo = parse_slo(f"{metric.removesuffix('_s')}_{statistic}={bound_ms}ms")
-    assert parse_slo(str(slo)).name == slo.name
-    assert parse_slo(str(slo)).bound_s == pytest.approx(slo.bound_s, rel=1e-5)
+    slo = Slo.parse(f"{metric.removesuffix('_s')}_{statistic}={bound_ms}ms")
+    assert Slo.parse(str(slo)).name == slo.name
+    assert Slo.parse(str(slo)).bound_s == pytest.approx(slo.bound_s, rel=1e-5)
 
 
 def test_slack_is_how_far_beyond_the_bound_it_is() -> None:
-    slo = parse_slo("ttft_p99=500ms")
+    slo = Slo.parse("ttft_p99=500ms")
     assert slo.slack_ratio(Said(0.75)) == 0.5
     assert slo.slack_ratio(Said(0.5)) == 0.0
     assert slo.slack_ratio(Said(0.25)) == -0.5

@@ -14,7 +14,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.replay.metrics import Measurement
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.runner import Failure
-from tuner.replay.slo import parse_slo
+from tuner.replay.slo import Slo
 from tuner.run.context import Workload
 from tuner.run.drawing import DRAWS, FEW_DRAWS, contend, decide, draw, draw_capacity
 from tuner.run.predict import Predictions, offered_per_s, predict
@@ -119,7 +119,7 @@ def test_beside_one_that_may_break_an_slo_stands_one_that_surely_keeps_it() -> N
     assert isinstance(fastest, Measurement)
     tail_s = fastest.latency("tpot_s", "p95")
     assert tail_s is not None
-    bound = parse_slo(f"tpot_p95={1.01 * tail_s:.5f}s")
+    bound = Slo.parse(f"tpot_p95={1.01 * tail_s:.5f}s")
     predictor, found = predicted(trace, Aim(Objective.BALANCED, (bound,), ReplayPlan(), None))
     inside = [found.outcomes[s] for s in contend(predictor, found, CURRENT).settings]
     used = [m.latency("tpot_s", "p95") for m in inside if isinstance(m, Measurement)]
@@ -160,7 +160,7 @@ def test_a_setting_that_failed_fails_in_every_draw_and_is_never_recommended() ->
 
 
 def test_a_capacity_is_drawn_too() -> None:
-    slos = (parse_slo("e2e_p90=6s"),)
+    slos = (Slo.parse("e2e_p90=6s"),)
     aim = Aim(Objective.CAPACITY, slos, ReplayPlan(), None)
     found = draw(*predicted(traffic(0), aim), SETTINGS, 4)
     assert found.metric == "capacity"
@@ -168,7 +168,7 @@ def test_a_capacity_is_drawn_too() -> None:
     assert np.isfinite(found.values).all()
 
 
-BEARS = (parse_slo("ttft_p90=1s"),)
+BEARS = (Slo.parse("ttft_p90=1s"),)
 
 
 def borne(trace: Trace, load: float = 1.0) -> float:

@@ -8,7 +8,7 @@ import pytest
 
 from tuner.engine.gpu import GpuLog
 from tuner.engine.limits import EngineLimits
-from tuner.replay.slo import parse_slo
+from tuner.replay.slo import Slo
 from tuner.run.evidence import (
     MetricChange,
     gpu_text,
@@ -131,7 +131,7 @@ def test_what_the_driver_said_is_pooled_over_all_replays() -> None:
 
 def test_an_slo_limits_when_it_is_near_and_not_when_it_is_far() -> None:
     records = [a_record(WINNER, 2.0)]
-    near, far = parse_slo("e2e_p99=2.1s"), parse_slo("tpot_p99=1s")
+    near, far = Slo.parse("e2e_p99=2.1s"), Slo.parse("tpot_p99=1s")
     said = limited_by(records, WINNER, (near, far), "p99")
     assert "SLO e2e_p99=2.1s" in said
     assert "tpot" not in said
@@ -202,7 +202,7 @@ def test_of_a_winner_that_never_raced_what_is_predicted_is_told_as_that() -> Non
     for is_part in (False, True):
         told = load_text(records, WINNER, is_part=is_part)
         assert told == "offered 30/s, finished 0.5/s: overloaded 1.2 x, predicted"
-        said = limited_by(records, WINNER, (parse_slo("e2e_p99=2.1s"),), "p99", is_part=is_part)
+        said = limited_by(records, WINNER, (Slo.parse("e2e_p99=2.1s"),), "p99", is_part=is_part)
         assert said == (
             "SLO e2e_p99=2.1s (predicted); the load, 1.2 x what it can sustain (predicted); "
             "the KV cache, which was full (predicted)"

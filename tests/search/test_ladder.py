@@ -17,7 +17,7 @@ from tuner.errors import EngineError
 from tuner.replay.loop import replay
 from tuner.replay.metrics import measure
 from tuner.replay.plan import ReplayPlan
-from tuner.replay.slo import parse_slo
+from tuner.replay.slo import Slo
 from tuner.search.ladder import FINALISTS, at_edge, climb_is_over, disturbed, finalists, propose
 from tuner.search.objective import WORST_SLACK, Objective, Score, Scoring, Tier
 from tuner.search.space import SearchSpace
@@ -220,7 +220,7 @@ def test_a_higher_budget_is_found_where_steps_are_dear() -> None:
 def test_an_slo_is_a_bound_and_not_a_price() -> None:
     # Throughput wants 24 and more; decode steps must stay short, which wants few.
     costs = ToyCosts(base_s=0.01, per_seq_s=0.001)
-    slos = (parse_slo("decode_step_p99=16ms"),)
+    slos = (Slo.parse("decode_step_p99=16ms"),)
     on = OnToy(ToySource(costs), steady(250, 60.0), Scoring(Objective.THROUGHPUT, slos, "p95"))
     best = won(searched(on))
     assert best.score.tier is Tier.GOOD

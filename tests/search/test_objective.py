@@ -19,7 +19,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat, TooFewSamplesError, UsageError
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import CutRule, ReplayPlan
-from tuner.replay.slo import parse_slo
+from tuner.replay.slo import Slo
 from tuner.replay.timeline import Outcome
 from tuner.search.objective import HOPELESS_RATIO, Objective, Score, Scoring, Tier, make_scoring
 from tuner.search.trials import Phase, Trial
@@ -32,11 +32,11 @@ BALANCED = Scoring(Objective.BALANCED, (), "p90")
 @cache
 def measured(per_s: float = 2.0, cap: int = 32, n: int = 150, *slos: str) -> Measurement:
     log = replay_toy(steady(n, per_s), EngineLimits(cap, 512))
-    return measure([log], [parse_slo(slo) for slo in slos])
+    return measure([log], [Slo.parse(slo) for slo in slos])
 
 
 def goal(objective: Objective, *slos: str) -> Scoring:
-    return Scoring(objective, tuple(parse_slo(slo) for slo in slos), "p90")
+    return Scoring(objective, tuple(Slo.parse(slo) for slo in slos), "p90")
 
 
 def test_balanced_is_the_tail_where_the_load_is_sustained_and_the_rate_where_not() -> None:
@@ -169,11 +169,11 @@ def test_too_few_requests_are_refused() -> None:
     with pytest.raises(TooFewSamplesError, match="19 requests"):
         tail_statistic(19)
     with pytest.raises(TooFewSamplesError, match="at least 100"):
-        make_scoring(Objective.BALANCED, [parse_slo("ttft_p99=1s")], 99)
+        make_scoring(Objective.BALANCED, [Slo.parse("ttft_p99=1s")], 99)
 
 
 def test_a_goal_is_put_together_for_the_window() -> None:
-    slos = [parse_slo("itl_p99=1s"), parse_slo("ttft_p50=1s")]
+    slos = [Slo.parse("itl_p99=1s"), Slo.parse("ttft_p50=1s")]
     assert make_scoring(Objective.LATENCY, slos, 250) == Scoring(
         Objective.LATENCY, tuple(slos), "p95"
     )

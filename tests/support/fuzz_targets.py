@@ -33,7 +33,7 @@ from tuner.emit.target import Names
 from tuner.engine.serve_config import read_config, read_tuning, to_argv
 from tuner.errors import TunerError
 from tuner.redact import redacted
-from tuner.replay.slo import parse_slo
+from tuner.replay.slo import Slo
 from tuner.report.run_files import read_run
 from tuner.run.directory import (
     RESULT_FILE,
@@ -296,7 +296,7 @@ def _emitted(path: Path) -> None:
 def _trials(path: Path) -> None:
     run_dir = RunDir.__new__(RunDir)
     run_dir.path = path.parent
-    _read_trials(run_dir, (parse_slo("e2e_p50=9s"),))
+    _read_trials(run_dir, (Slo.parse("e2e_p50=9s"),))
 
 
 def _state(path: Path) -> None:

@@ -9,7 +9,7 @@ from support.shadow_files import a_profile
 from support.surface_parts import TRACE
 from tuner.engine.limits import EngineLimits
 from tuner.replay.plan import ReplayPlan
-from tuner.replay.slo import parse_slo
+from tuner.replay.slo import Slo
 from tuner.run.context import Workload
 from tuner.run.loads.gate import GateAnswer, find_gate
 from tuner.search.budget import Aim
@@ -24,7 +24,7 @@ PREDICTOR = Predictor(a_profile())
 
 def a_workload(*slos: str) -> Workload:
     """Return sixteen requests a second, of which the engine serves some twenty."""
-    aim = Aim(Objective.GOODPUT, tuple(map(parse_slo, slos)), ReplayPlan(), None)
+    aim = Aim(Objective.GOODPUT, tuple(map(Slo.parse, slos)), ReplayPlan(), None)
     trace = replace(TRACE, source="prod.jsonl")
     return Workload.of("traffic", trace, (whole(trace),), aim)
 

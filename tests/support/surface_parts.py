@@ -9,7 +9,7 @@ from support.shadow_files import a_profile
 from support.traffic import steady
 from tuner.engine.limits import EngineLimits
 from tuner.replay.plan import ReplayPlan
-from tuner.replay.slo import parse_slo
+from tuner.replay.slo import Slo
 from tuner.run.context import Workload
 from tuner.run.loads.surface import Surface, predict_surface
 from tuner.search.budget import Aim
@@ -34,6 +34,6 @@ TRACE = replace(
 @cache
 def a_surface(loads: tuple[float, ...] = LOADS, slos: tuple[str, ...] = (SLO,)) -> Surface:
     """Return what is predicted of the traffic at the loads."""
-    aim = Aim(Objective.BALANCED, tuple(map(parse_slo, slos)), ReplayPlan(), None)
+    aim = Aim(Objective.BALANCED, tuple(map(Slo.parse, slos)), ReplayPlan(), None)
     workload = Workload.of("traffic", TRACE, (whole(TRACE),), aim)
     return predict_surface(PREDICTOR, SPACE, workload, loads)

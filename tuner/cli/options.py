@@ -54,9 +54,9 @@ def _window(text: str) -> Any:
 
 
 def _slo(text: str) -> Any:
-    from tuner.replay.slo import parse_slo
+    from tuner.replay.slo import Slo
 
-    return parse_slo(text)
+    return Slo.parse(text)
 
 
 def _ladder(text: str) -> tuple[int, ...]:

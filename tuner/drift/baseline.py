@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
-from tuner.replay.slo import Slo, parse_slo
+from tuner.replay.slo import Slo
 from tuner.run.directory import PROFILE_FILE
 from tuner.run.result import read_result
 from tuner.search.objective import Objective
@@ -78,7 +78,7 @@ def _of_run(path: Path, profile_path: Path | None) -> Baseline:
         profile=read_profile(profile_file),
         current=result.deployed,
         objective=result.objective,
-        slos=tuple(parse_slo(text) for text in result.slos),
+        slos=tuple(Slo.parse(text) for text in result.slos),
         sketch=_sketch_in(path),
         label=f"{trace.requests:,} requests of {trace.source} (sha256 {trace.sha256[:8]}…)",
         sha256=trace.sha256,

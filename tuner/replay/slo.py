@@ -17,6 +17,7 @@ from tuner.stats import QUANTILES, Floats
 from tuner.traffic.windows import parse_duration
 
 LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2e_s", "decode_step_s")
+_SLO = re.compile(r"(ttft|tpot|itl|e2e|decode_step)_(mean|p50|p90|p95|p99)=(.+)")
 
 
 class Measured(Protocol):
@@ -59,7 +60,17 @@ class Slo:
 
         Raises: UsageError if it stands for none.
         """
-        return parse_slo(text)
+        match = _SLO.fullmatch(text.strip())
+        if match is None:
+            raise UsageError(
+                f"--slo {text!r} is not an SLO, expected for example ttft_p99=500ms",
+                "metric ttft, tpot, itl, e2e or decode_step; then mean, p50, p90, p95 or p99",
+            )
+        metric, statistic, bound = match.groups()
+        bound_s = parse_duration(bound)
+        if bound_s <= 0:
+            raise UsageError(f"--slo {text!r} must have a bound above 0, got {bound}")
+        return cls(f"{metric}_s", statistic, bound_s)
 
     @property
     def name(self) -> str:
@@ -103,24 +114,3 @@ class Slo:
         if column is None:
             return np.ones(ttft_s.size, dtype=np.bool_)
         return ~(column > self.bound_s)
-
-
-_SLO = re.compile(r"(ttft|tpot|itl|e2e|decode_step)_(mean|p50|p90|p95|p99)=(.+)")
-
-
-def parse_slo(text: str) -> Slo:
-    """Read an SLO such as ttft_p99=500ms.
-
-    Raises: UsageError if it is not one.
-    """
-    match = _SLO.fullmatch(text.strip())
-    if match is None:
-        raise UsageError(
-            f"--slo {text!r} is not an SLO, expected for example ttft_p99=500ms",
-            "metric ttft, tpot, itl, e2e or decode_step; then mean, p50, p90, p95 or p99",
-        )
-    metric, statistic, bound = match.groups()
-    bound_s = parse_duration(bound)
-    if bound_s <= 0:
-        raise UsageError(f"--slo {text!r} must have a bound above 0, got {bound}")
-    return Slo(f"{metric}_s", statistic, bound_s)

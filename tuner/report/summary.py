@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tuner.replay.slo import parse_slo
+from tuner.replay.slo import Slo
 from tuner.report.parts import Cell, Section, Table, number
 from tuner.report.run_files import RunFiles, shadow_error_words
 from tuner.report.words import (
@@ -129,7 +129,7 @@ def scored_by(result: RunResult, advice: Advice) -> str:
 def _broken(result: RunResult) -> list[str]:
     """Return by how much the nearest configuration breaks the SLOs."""
     goal = Scoring(
-        Objective.BALANCED, tuple(parse_slo(slo) for slo in result.slos), result.tail
+        Objective.BALANCED, tuple(Slo.parse(slo) for slo in result.slos), result.tail
     )
     whole = [t for t in decisive(result.trials) if t.observation.is_whole and t.measurement]
     if not whole:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tuner.replay.slo import Slo, parse_slo
+from tuner.replay.slo import Slo
 from tuner.report.parts import (
     CHOSEN,
     INK,
@@ -43,7 +43,7 @@ def tradeoff(run: RunFiles) -> Section:
     result = run.result
     if not live_points(result) and not shadow_points(result):
         return Section("tradeoff", title, ("No configuration was replayed to its end.",))
-    slos = [parse_slo(slo) for slo in result.slos]
+    slos = [Slo.parse(slo) for slo in result.slos]
     names = dict.fromkeys([f"e2e_{result.tail}", *(slo.name for slo in slos)])
     plots = [_plot(run, name, [slo for slo in slos if slo.name == name]) for name in names]
     drawn = tuple(plot for plot in plots if plot is not None)

@@ -27,7 +27,7 @@ from tuner.replay.server.client import (
 from tuner.replay.server.comparison import Verification, verification
 from tuner.replay.server.process import answers
 from tuner.replay.server.scrape import Scraper, read_gauges
-from tuner.replay.slo import parse_slo
+from tuner.replay.slo import Slo
 from tuner.replay.timeline import Outcome
 from tuner.traffic.prompts import TokenPrompt
 from tuner.traffic.traces import LoadModel, Trace, Turns
@@ -94,7 +94,7 @@ def test_failures_are_counted_with_what_the_server_said() -> None:
 
 def judged(run: HttpRun, *slos: str) -> Verification:
     return verification(
-        run, Scraper("http://127.0.0.1:9"), None, [parse_slo(slo) for slo in slos], None
+        run, Scraper("http://127.0.0.1:9"), None, [Slo.parse(slo) for slo in slos], None
     )
 
 
@@ -237,7 +237,7 @@ def test_the_table_says_what_the_front_end_adds_and_which_slo_breaks() -> None:
     trace = a_trace([i * 0.01 for i in range(30)], output=5)
     with SseServer() as server:
         run = replayed(server, trace)
-    slow = parse_slo("ttft_p50=1ms")
+    slow = Slo.parse("ttft_p50=1ms")
     found = verification(run, Scraper("http://127.0.0.1:9"), None, [slow], 3.0)
     assert found.measured.completed == 30
     assert found.broken == (found.broken[0],)

@@ -17,7 +17,7 @@ from tuner.errors import Caveat, EngineError
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.runner import holds
-from tuner.replay.slo import Slo, parse_slo
+from tuner.replay.slo import Slo
 from tuner.run.loads.capacity import (
     CapacityResult,
     confirm_capacity,
@@ -35,7 +35,7 @@ from tuner.traffic.resample import at_load
 from tuner.traffic.traces import Trace
 
 TRACE = steady(240, per_s=6.0, prompt=110, output=35)
-SLOS = (parse_slo("e2e_p90=2s"),)
+SLOS = (Slo.parse("e2e_p90=2s"),)
 SMALL, LARGE = EngineLimits(2, 2048), EngineLimits(32, 2048)
 
 
@@ -79,7 +79,7 @@ def test_more_room_bears_more_load(capacities: dict[EngineLimits, float]) -> Non
 
 
 def test_slos_that_hold_at_no_load_have_no_capacity() -> None:
-    hopeless = (parse_slo("e2e_p90=1ms"),)
+    hopeless = (Slo.parse("e2e_p90=1ms"),)
     measured = capacity_of(LARGE, slos=hopeless)
     assert measured.capacity == 0.0
     assert Scoring(Objective.CAPACITY, hopeless, "p90").score(measured).tier is Tier.BREAKS_SLO
@@ -192,7 +192,7 @@ def test_no_window_is_so_short_that_more_is_borne_than_can_be_finished(
     """Squeezed into less time, 4 s of 18/s held up to 60/s where 17/s can be finished."""
     source = ToySource(ToyCosts(0.010, 0.0005, 0.00005), max_model_len=100_000)
     limits, trace = EngineLimits(cap, 8192), even(18.0, length_s, seed=1)
-    slos = (parse_slo("ttft_p90=2s"),)
+    slos = (Slo.parse("ttft_p90=2s"),)
     predictor = ToyPredictor(a_profile(), toy=source)
     found = predictor.measure_capacity([trace], limits, ReplayPlan(), slos)
     assert isinstance(found, Measurement)

@@ -15,7 +15,7 @@ from support.traffic import a_trace
 from tuner.cli import run
 from tuner.engine.limits import EngineLimits
 from tuner.replay.plan import ReplayPlan
-from tuner.replay.slo import parse_slo
+from tuner.replay.slo import Slo
 from tuner.run.context import Workload
 from tuner.run.loads.clients import advise, moved_blocks, shared_prefixes
 from tuner.run.loads.records import ClientAdvice
@@ -38,7 +38,7 @@ def advice_for(
 ) -> ClientAdvice:
     """Return the advice for an engine that runs one request at a time."""
     predictor = Predictor(replace(a_profile(), step_model=STEPS))
-    aim = Aim(Objective.BALANCED, tuple(map(parse_slo, slos)), ReplayPlan(load=load), None)
+    aim = Aim(Objective.BALANCED, tuple(map(Slo.parse, slos)), ReplayPlan(load=load), None)
     workload = Workload.of("traffic", trace, (window or whole(trace),), aim)
     return advise(predictor, EngineLimits(1, 512), workload)
 
