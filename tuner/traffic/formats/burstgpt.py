@@ -15,25 +15,16 @@ import numpy as np
 
 from tuner.stats import Bools, Floats
 from tuner.traffic.formats.columns import Columns, Labels, ReadOptions, TimeUnit, TraceFormat
-from tuner.traffic.formats.csv_table import CsvTable, Field, Kind, header_names, read_table
+from tuner.traffic.formats.csv_table import CsvTable, Field, Kind, ThreeColumns
 from tuner.traffic.traces import ClockOrigin, Turns, pauses_of
 
-TIME, PROMPT, OUTPUT = "Timestamp", "Request tokens", "Response tokens"
+_COLUMNS = ThreeColumns("Timestamp", Kind.SECONDS, "Request tokens", "Response tokens")
 
-_FIELDS = {
-    "arrived": Field((TIME,), Kind.SECONDS),
-    "prompt": Field((PROMPT,), Kind.TOKENS),
-    "output": Field((OUTPUT,), Kind.TOKENS),
+_MORE = {
     "model": Field(("Model",), Kind.LABEL, is_needed=False),
     "session": Field(("Session ID",), Kind.LABEL, is_needed=False),
     "e2e_s": Field(("Elapsed time",), Kind.SECONDS, is_needed=False, blank=True),
 }
-
-
-def matches(head: bytes) -> bool:
-    """Return whether the header names the clock and at least one of the token columns."""
-    names = header_names(head)
-    return TIME in names and (PROMPT in names or OUTPUT in names)
 
 
 def read(path: Path, options: ReadOptions) -> Columns:
@@ -42,7 +33,7 @@ def read(path: Path, options: ReadOptions) -> Columns:
     Units: the clock in seconds, or in the unit that the options name; Elapsed time in seconds.
     Raises: TraceError that names the first wrong line.
     """
-    table = read_table(path, _FIELDS, options)
+    table = _COLUMNS.read(path, options, _MORE)
     ticks_per_s = (options.time_unit or TimeUnit.SECONDS).ticks_per_s
     output = table.whole["output"]
     e2e_s, negative = _latencies(table)
@@ -118,4 +109,4 @@ def _on_unknown_ends(turns: Turns | None, e2e_s: Floats) -> tuple[str, ...]:
     return (message,)
 
 
-BURSTGPT = TraceFormat(name="burstgpt", matches=matches, read=read)
+BURSTGPT = TraceFormat(name="burstgpt", matches=_COLUMNS.stand_in, read=read)

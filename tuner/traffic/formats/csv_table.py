@@ -115,12 +115,15 @@ class ThreeColumns:
         names = header_names(head)
         return self.clock in names and (self.prompt in names or self.output in names)
 
-    def read(self, path: Path, options: ReadOptions) -> CsvTable:
-        """Return the columns `arrived`, `prompt` and `output`. Raises: TraceError."""
+    def read(
+        self, path: Path, options: ReadOptions, more: Mapping[str, Field] | None = None
+    ) -> CsvTable:
+        """Return `arrived`, `prompt` and `output`, and `more` columns. Raises: TraceError."""
         fields = {
             "arrived": Field((self.clock,), self.kind),
             "prompt": Field((self.prompt,), Kind.TOKENS),
             "output": Field((self.output,), Kind.TOKENS),
+            **(more or {}),
         }
         return read_table(path, fields, options)
 

@@ -17,28 +17,19 @@ import numpy as np
 from tuner.errors import TraceError
 from tuner.stats import Ints
 from tuner.traffic.formats.columns import Columns, ReadOptions, TimeUnit, TraceFormat, shown
-from tuner.traffic.formats.csv_table import CsvTable, Field, Kind, header_names, read_table
+from tuner.traffic.formats.csv_table import CsvTable, Field, Kind, ThreeColumns
 from tuner.traffic.traces import ClockOrigin
 
-TIME, PROMPT, OUTPUT = "arrival_timestamp", "prompt_size", "token_size"
+_COLUMNS = ThreeColumns("arrival_timestamp", Kind.SECONDS, "prompt_size", "token_size")
 BATCH = "batch_size"
 
 MAX_BATCH = 1024
 """Ours: the largest cap that vLLM sets by default; a greater number is another quantity."""
 
-_FIELDS = {
-    "arrived": Field((TIME,), Kind.SECONDS),
-    "prompt": Field((PROMPT,), Kind.TOKENS),
-    "output": Field((OUTPUT,), Kind.TOKENS),
+_MORE = {
     "request_id": Field(("request_id",), Kind.LABEL, is_needed=False),
     "batch": Field((BATCH,), Kind.SECONDS, is_needed=False, blank=True),
 }
-
-
-def matches(head: bytes) -> bool:
-    """Return whether the header names the clock and at least one of the token columns."""
-    names = header_names(head)
-    return TIME in names and (PROMPT in names or OUTPUT in names)
 
 
 def read(path: Path, options: ReadOptions) -> Columns:
@@ -47,7 +38,7 @@ def read(path: Path, options: ReadOptions) -> Columns:
     Units: the clock in seconds, or in the unit that the options name.
     Raises: TraceError that names the first wrong line or request.
     """
-    table = read_table(path, _FIELDS, options)
+    table = _COLUMNS.read(path, options, _MORE)
     sequences, skipped = _sequences(path, table, options)
     columns = Columns(
         arrived=table.numbers["arrived"],
@@ -104,4 +95,4 @@ def _on_batches(sequences: Ints) -> tuple[str, ...]:
     return (message,)
 
 
-SPLITWISE = TraceFormat(name="splitwise", matches=matches, read=read)
+SPLITWISE = TraceFormat(name="splitwise", matches=_COLUMNS.stand_in, read=read)
