@@ -104,17 +104,19 @@ class HashIds:
 
         This is the reuse of an unbounded cache that starts cold.
         """
-        if not self.ids.size:
-            return np.zeros(len(self), dtype=np.int64)
         _, first, inverse = np.unique(self.ids, return_index=True, return_inverse=True)
-        row_starts = np.repeat(self.offsets[:-1], self.counts)
-        is_miss = first[inverse] >= row_starts
-        place = np.arange(self.ids.size) - row_starts
-        length = np.repeat(self.counts, self.counts)
-        candidates = np.where(is_miss, place, length)
+        return self.leading(first[inverse] < np.repeat(self.offsets[:-1], self.counts))
+
+    def leading(self, is_hit: Bools) -> Ints:
+        """Return for each row how many of its ids are hits before the first that is none."""
         hits = np.zeros(len(self), dtype=np.int64)
+        if not self.ids.size:
+            return hits
+        length = np.repeat(self.counts, self.counts)
+        place = np.arange(self.ids.size) - np.repeat(self.offsets[:-1], self.counts)
         filled = np.flatnonzero(self.counts)
-        hits[filled] = np.minimum.reduceat(candidates, self.offsets[:-1][filled])
+        until = np.where(is_hit, length, place)
+        hits[filled] = np.minimum.reduceat(until, self.offsets[:-1][filled])
         return hits
 
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from enum import StrEnum
 from functools import reduce
 from heapq import heappop, heappush
+from typing import TypeVar
 
 import numpy as np
 
@@ -51,11 +52,11 @@ def merge(traces: Sequence[Trace], starts_s: Sequence[float] | None = None) -> T
         prompt_tokens=np.concatenate([t.prompt_tokens for t in traces])[order],
         output_tokens=np.concatenate([t.output_tokens for t in traces])[order],
         hashes=hashes.take(order) if hashes is not None else None,
-        e2e_s=_latencies(traces, lambda t: t.e2e_s, order),
-        ttft_s=_latencies(traces, lambda t: t.ttft_s, order),
+        e2e_s=_column(traces, lambda t: t.e2e_s, order, np.nan),
+        ttft_s=_column(traces, lambda t: t.ttft_s, order, np.nan),
         turns=turns.take(order) if turns is not None else None,
         request_ids=_request_ids(traces, order),
-        priorities=_priorities(traces, order),
+        priorities=_column(traces, lambda t: t.priorities, order, 0),
         source=f"{traces[0].source} and {len(traces) - 1} more",
         format="+".join(sorted({trace.format for trace in traces})),
         sha256=hashlib.sha256("".join(t.sha256 for t in traces).encode()).hexdigest(),
@@ -144,17 +145,21 @@ def _turns(traces: Sequence[Trace]) -> Turns | None:
     return Turns(np.concatenate(after), np.concatenate(pause_s))
 
 
-def _latencies(
-    traces: Sequence[Trace], of: Callable[[Trace], Floats | None], order: Ints
-) -> Floats | None:
+_Numbers = TypeVar("_Numbers", Floats, Ints)
+
+
+def _column(
+    traces: Sequence[Trace], of: Callable[[Trace], _Numbers | None], order: Ints, missing: float
+) -> _Numbers | None:
+    """Return a column of all traces, None where no trace has it."""
     columns = [of(trace) for trace in traces]
     if all(column is None for column in columns):
         return None
     filled = [
-        np.full(len(trace), np.nan) if column is None else column
+        np.full(len(trace), missing) if column is None else column
         for trace, column in zip(traces, columns, strict=True)
     ]
-    joined: Floats = np.concatenate(filled)[order]
+    joined: _Numbers = np.concatenate(filled)[order]
     return joined
 
 
@@ -163,18 +168,6 @@ def _request_ids(traces: Sequence[Trace], order: Ints) -> tuple[str, ...] | None
         return None
     names = [name for t in traces for name in (t.request_ids or ("",) * len(t))]
     return tuple(names[i] for i in order.tolist())
-
-
-def _priorities(traces: Sequence[Trace], order: Ints) -> Ints | None:
-    columns = [trace.priorities for trace in traces]
-    if all(column is None for column in columns):
-        return None
-    filled = [
-        np.zeros(len(trace), dtype=np.int64) if column is None else column
-        for trace, column in zip(traces, columns, strict=True)
-    ]
-    joined: Ints = np.concatenate(filled)[order]
-    return joined
 
 
 MANY_ROWS = 50

@@ -21,7 +21,7 @@ import numpy as np
 
 from tuner.errors import UsageError
 from tuner.files import UNREADABLE, write_atomic
-from tuner.stats import Bools, Floats, Ints
+from tuner.stats import Floats, Ints
 from tuner.traffic.concurrency import SECONDS_PER_OUTPUT_TOKEN, Concurrency
 from tuner.traffic.prefixes import HashIds
 from tuner.traffic.traces import Trace
@@ -42,7 +42,7 @@ def held_tokens(
     since_s = _since_last_s(hashes, due_s)
     return {
         lookback_s: np.minimum(
-            _leading(hashes, since_s <= lookback_s) * hashes.block_size, prompt_tokens
+            hashes.leading(since_s <= lookback_s) * hashes.block_size, prompt_tokens
         )
         for lookback_s in lookbacks_s
     }
@@ -60,19 +60,6 @@ def _since_last_s(hashes: HashIds, due_s: Floats) -> Floats:
     since_s = np.full(len(ids), np.inf)
     since_s[order[1:][is_again]] = (due_s[row[1:]] - due_s[row[:-1]])[is_again]
     return since_s
-
-
-def _leading(hashes: HashIds, is_hit: Bools) -> Ints:
-    """Return for each row how many of its ids are hits before the first that is none."""
-    hits = np.zeros(len(hashes), dtype=np.int64)
-    if not hashes.ids.size:
-        return hits
-    length = np.repeat(hashes.counts, hashes.counts)
-    place = np.arange(hashes.ids.size) - np.repeat(hashes.offsets[:-1], hashes.counts)
-    filled = np.flatnonzero(hashes.counts)
-    until = np.where(is_hit, length, place)
-    hits[filled] = np.minimum.reduceat(until, hashes.offsets[:-1][filled])
-    return hits
 
 
 MIN_BLOCKS: Final = 64

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
@@ -158,10 +158,10 @@ def read_engines(
 
     Raises: UsageError if no engine was, or the histograms of lengths are missing.
     """
-    finished = _by_engine(server.over(chosen.query(FINISHED), span))
+    finished = by_engine(server.over(chosen.query(FINISHED), span))
     # The instants themselves: a step may hold several scrapes, or none.
-    scraped = _by_engine(server.over(f"timestamp({chosen.query(FINISHED)})", span))
-    in_flight = _by_engine(server.over(chosen.query(_IN_FLIGHT), span))
+    scraped = by_engine(server.over(f"timestamp({chosen.query(FINISHED)})", span))
+    in_flight = by_engine(server.over(chosen.query(_IN_FLIGHT), span))
     prompt = _lengths(server, span, chosen, PROMPT)
     output = _lengths(server, span, chosen, OUTPUT)
     for name, lengths in ((PROMPT, prompt), (OUTPUT, output)):
@@ -226,7 +226,7 @@ def _lengths(
     server: Prometheus, span: Span, chosen: Selection, name: str
 ) -> dict[Key, LengthReadings]:
     """Return each engine's histogram over the whole span."""
-    totals = _by_engine(server.over(chosen.query(f"{name}_sum"), span))
+    totals = by_engine(server.over(chosen.query(f"{name}_sum"), span))
     ranges: dict[Key, dict[float, Floats]] = {}
     for series in server.over(chosen.query(f"{name}_bucket"), span):
         if (bound := series.bound) is not None:
@@ -243,12 +243,14 @@ def _lengths(
     }
 
 
-def _by_engine(answers: Iterable[Series]) -> dict[Key, Floats]:
-    """Add up the series of each engine."""
+def by_engine(
+    answers: Iterable[Series], of: Callable[[Floats], Floats] = lambda values: values
+) -> dict[Key, Floats]:
+    """Add up the series of each engine, or what `of` makes of their values."""
     sums: dict[Key, Floats] = {}
     for series in answers:
-        key = key_of(series)
-        sums[key] = sums[key] + series.values if key in sums else series.values
+        key, more = key_of(series), of(series.values)
+        sums[key] = sums[key] + more if key in sums else more
     return sums
 
 

@@ -17,6 +17,7 @@ from tuner.traffic.prometheus.readings import (
     RUNNING,
     Key,
     Selection,
+    by_engine,
     choose,
     key_of,
     read_facts,
@@ -101,17 +102,8 @@ def _tokens(
         if found:
             sums = [s for s in found if s.labels["__name__"] == f"{name}_sum"]
             counts = [s for s in found if s.labels["__name__"] == f"{name}_count"]
-            return sum(rise(s.values) for s in sums), _by_key(counts)
+            return sum(rise(s.values) for s in sums), by_engine(counts, rises_by_reading)
     return 0.0, {}
-
-
-def _by_key(found: Iterable[Series]) -> dict[Key, Floats]:
-    """Return by how much each engine's counter rose from reading to reading."""
-    rises: dict[Key, Floats] = {}
-    for series in found:
-        key, more = key_of(series), rises_by_reading(series.values)
-        rises[key] = rises[key] + more if key in rises else more
-    return rises
 
 
 def _running(found: Iterable[Series], tokens: Mapping[Key, Floats]) -> float | None:
