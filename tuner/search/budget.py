@@ -102,9 +102,12 @@ def choose_windows(
     return (warmed(busiest(trace, length_s), life_s),)
 
 
-def warmed(window: Window) -> Window:
-    """Return the window with a lead-in as long as a request may last in one of that length."""
-    return window.with_lead_in(window.length_s / LIFETIMES)
+def warmed(window: Window, life_s: float = math.inf) -> Window:
+    """Return the window with a lead-in: the life of a request, where that is known.
+
+    At most as long as one may last in a window of that length.
+    """
+    return window.with_lead_in(min(life_s, window.length_s / LIFETIMES))
 
 
 def shorter_window(trace: Trace, windows: tuple[Window, ...], ratio: float) -> Window | None:
