@@ -32,6 +32,7 @@ from tuner.replay.arrivals import (
 from tuner.replay.load import offered_work_s
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.timeline import Outcome, TimelineRecorder, Timelines
+from tuner.stats import Floats, Ints
 from tuner.traffic.traces import LoadModel, Trace
 
 # How often the caller receives progress and may stop the replay, in wall seconds: ours.
@@ -89,14 +90,9 @@ def log_of(
     lead_in_s, is_closed = trace.lead_in_s, plan.load_model is LoadModel.CLOSED
     if lead_in_s:
         # By the recording, where turns wait for answers: else by speed, and so by setting.
-        measured = (timelines if is_closed else trace).due_s >= lead_in_s
-        if not measured.any():
-            raise ReplayError(
-                f"no request is due after the lead-in of {lead_in_s:g} s",
-                "choose a shorter one, or a longer part of the trace",
-            )
+        measured = _after(lead_in_s, timelines.due_s if is_closed else trace.due_s)
         trace = trace.slice_rows(measured)
-        timelines = timelines.rows(np.flatnonzero(measured)).counted_from(lead_in_s)
+        timelines = timelines.rows(measured).counted_from(lead_in_s)
         if kept_steps is not None:
             kept_steps = replace(kept_steps, end_s=kept_steps.end_s - lead_in_s)
     if plan.gate is not None:
@@ -114,6 +110,17 @@ def log_of(
         kept_steps,
         is_closed,
     )
+
+
+def _after(lead_in_s: float, due_s: Floats) -> Ints:
+    """Return the rows of the requests after a lead-in. Raises: ReplayError if there are none."""
+    rows = np.flatnonzero(due_s >= lead_in_s)
+    if not rows.size:
+        raise ReplayError(
+            f"no request is due after the lead-in of {lead_in_s:g} s",
+            "choose a shorter one, or a longer part of the trace",
+        )
+    return rows
 
 
 def _with_truncated(timelines: Timelines, trace: Trace) -> Timelines:
