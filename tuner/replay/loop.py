@@ -113,7 +113,7 @@ def log_of(
 
 
 def _after(lead_in_s: float, due_s: Floats) -> Ints:
-    """Return the rows of the requests after a lead-in. Raises: ReplayError if there are none."""
+    """Return the rows after a lead-in. Raises: ReplayError if there are none."""
     rows = np.flatnonzero(due_s >= lead_in_s)
     if not rows.size:
         raise ReplayError(
