@@ -123,6 +123,8 @@ def run_verify(options: VerifyOptions) -> int:
 def _verify(options: VerifyOptions, folder: Path) -> None:
     """Verify and print, with the logs in a folder."""
     engine = options.engine.choose()
+    if not options.url:
+        _check_port(engine.values)
     traffic = options.traffic.read()
     plan = options.traffic.plan(traffic.trace)
     announce(traffic)
@@ -139,6 +141,17 @@ def _verify(options: VerifyOptions, folder: Path) -> None:
             tried = _tried(options, engine, host.facts(engine.values), traffic, plan)
             predicted, vocab_size = _predicted(host, tried)
     _show(_served(tried, folder, predicted, vocab_size), as_json=options.as_json)
+
+
+def _check_port(values: Mapping[str, object]) -> None:
+    """Refuse to start what does not answer at a plain port. Raises: UsageError."""
+    named = [key for key in ("uds", "ssl-keyfile", "ssl-certfile") if values.get(key)]
+    if named:
+        raise UsageError(
+            f"the configuration sets {' and '.join(named)}, and a server that is started here "
+            "is asked at a port, without TLS",
+            "leave that out of a copy of the file, or start the server and name it with --url",
+        )
 
 
 def _tried(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from support.sse_server import SseServer
 from support.traffic import a_trace
 from tuner.cli import run as tune
 from tuner.cli.verify import _login
+from tuner.engine.demo import DEMO_MODEL_DIR
 from tuner.errors import EngineError
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.server.client import (
@@ -160,6 +162,16 @@ def test_the_login_is_one_of_the_configurations_keys_or_that_of_the_environment(
         assert _login(values) == {"Authorization": f"Bearer {key}"}
     monkeypatch.delenv("VLLM_API_KEY")
     assert not _login({})
+
+
+@pytest.mark.parametrize("key", ["uds", "ssl-keyfile"])
+def test_a_server_that_would_not_answer_at_a_plain_port_is_not_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    config = tmp_path / "current.yaml"
+    config.write_text(f"model: {DEMO_MODEL_DIR}\n{key}: {tmp_path / 'it'}\n")
+    assert tune(["verify", "--trace", str(TRACE), "--config", str(config)]) == 2
+    assert f"the configuration sets {key}" in capsys.readouterr().err
 
 
 @pytest.mark.slow
