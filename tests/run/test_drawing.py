@@ -19,9 +19,10 @@ from tuner.run.context import Workload
 from tuner.run.drawing import DRAWS, FEW_DRAWS, contend, decide, draw, draw_capacity
 from tuner.run.predict import Predictions, offered_per_s, predict
 from tuner.search.budget import Aim
+from tuner.search.judging import COST
 from tuner.search.ladder import alike
 from tuner.search.objective import Objective
-from tuner.search.posterior import COST, MODEL_ALONE, Draws
+from tuner.search.posterior import MODEL_ALONE, Draws
 from tuner.search.race import OTHER_TRAFFIC, RaceVerdict
 from tuner.search.trials import leader
 from tuner.shadow.predictor import Predictor

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from tuner.engine.limits import EngineLimits
 from tuner.errors import NoFeasibleConfigError
 from tuner.search.effects import Effects
+from tuner.search.judging import COST, SLO, TIE_LOSS
 from tuner.search.objective import RATE, WORST_SLACK, Score, Tier
-from tuner.search.posterior import COST, SLO, TIE_LOSS, Draws, Learnable, drawn_of
+from tuner.search.posterior import Draws, Learnable, drawn_of
 from tuner.search.race import RaceRun, RaceVerdict
 from tuner.search.replayed import draws_of_replays
 from tuner.stats import Floats

@@ -17,7 +17,7 @@ from support.toy_tune import command, lines_of, write_trace
 from tuner.run.directory import TRIALS_FILE
 from tuner.run.result import read_result
 from tuner.run.stored import read_record
-from tuner.search.posterior import TIE_LOSS
+from tuner.search.judging import TIE_LOSS
 from tuner.shadow.profiles import read_profile
 
 TOY: dict[str, Any] = {"costs": {"knee": 10, "crowd_s": 0.0003}, "has_shadow": False}

@@ -24,8 +24,9 @@ from tuner.errors import UsageError
 from tuner.run.context import Workload
 from tuner.run.drawing import FEW_DRAWS
 from tuner.search.budget import Aim
+from tuner.search.judging import charged
 from tuner.search.objective import Scoring
-from tuner.search.posterior import Draws, charged
+from tuner.search.posterior import Draws
 from tuner.search.race import CONFIDENCE
 from tuner.search.trials import leader
 from tuner.shadow.calibration import StatedError

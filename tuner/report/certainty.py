@@ -32,8 +32,8 @@ from tuner.report.words import (
     sentence,
 )
 from tuner.run.result import Advice
+from tuner.search.judging import TIE_LOSS
 from tuner.search.objective import Bounds, is_rate
-from tuner.search.posterior import TIE_LOSS
 from tuner.search.race import Odds, Standing
 
 # An interval over other hours so many times as wide as on this one is mostly theirs: ours.

@@ -31,8 +31,8 @@ from tuner.report.words import (
     sentence,
 )
 from tuner.run.evidence import MetricChange
+from tuner.search.judging import TIE_LOSS
 from tuner.search.objective import is_rate
-from tuner.search.posterior import TIE_LOSS
 
 _COLOURS = {"better": BETTER, "worse": WORSE}
 

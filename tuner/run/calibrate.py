@@ -552,8 +552,7 @@ def _outlook(runner: TrialRunner, rate: float) -> str:
     else:
         left_s = context.left_s - CALIBRATION_SHARE * context.budget.total_s
         try:
-            lead_in_s = aim.plan.most_lead_in_s
-            windows = choose_windows(trace, rate, left_s, RACE_REPLAYS, lead_in_s)
+            windows = choose_windows(trace, rate, left_s, RACE_REPLAYS)
         except UsageError:
             windows = (busiest(trace, trace.duration_s * MIN_REQUESTS / len(trace)),)
     replay_s = sum(w.length_s + w.lead_in_s for w in windows) * rate

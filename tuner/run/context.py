@@ -92,10 +92,11 @@ class Workload:
 
     @classmethod
     def of(cls, name: str, trace: Trace, windows: Sequence[Window], aim: Aim) -> Self:
-        """Return the windows of the trace with what is aimed at.
+        """Return the windows of the trace, as far as they may be warmed up, with the aim.
 
         Raises: TooFewSamplesError if they cannot carry it; UsageError.
         """
+        windows = [window.led_in_by(aim.plan.most_lead_in_s) for window in windows]
         pieces = tuple(window.of(trace) for window in windows)
         scoring = make_scoring(aim.objective, aim.slos, sum(p.measured for p in pieces))
         return cls(name, tuple(windows), pieces, aim.plan, aim.slos, scoring)

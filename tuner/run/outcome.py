@@ -39,13 +39,13 @@ from tuner.run.result import (
     StartFinding,
     TraceRecord,
 )
+from tuner.search.judging import LIKELY
 from tuner.search.objective import (
     Scoring,
     Tier,
     moved,
     moved_bounds,
 )
-from tuner.search.posterior import LIKELY
 from tuner.search.race import RaceDecision
 from tuner.search.trials import Trial, decisive, leader, predictions
 from tuner.traffic.traces import Trace

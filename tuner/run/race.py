@@ -29,8 +29,9 @@ from tuner.run.rounds import POLL_S, share_round
 from tuner.run.time_plan import Observe, RacePlan, cold_cost_s, reserve_s
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.effects import Effects
+from tuner.search.judging import TIE_LOSS
 from tuner.search.objective import Tier, moved, moved_bounds
-from tuner.search.posterior import TIE_LOSS, Draws, saved_by_more
+from tuner.search.posterior import Draws, saved_by_more
 from tuner.search.race import (
     CONFIDENCE,
     MAX_ROUNDS,

@@ -26,6 +26,7 @@ from tuner.run.evidence import (
 from tuner.run.knobs.records import KnobAdvice
 from tuner.run.loads.records import ClientAdvice
 from tuner.run.variants.records import VariantComparison
+from tuner.search.judging import TIE_LOSS
 from tuner.search.objective import (
     Bounds,
     Objective,
@@ -33,7 +34,6 @@ from tuner.search.objective import (
     moved,
     moved_bounds,
 )
-from tuner.search.posterior import TIE_LOSS
 from tuner.search.race import Odds, RaceVerdict, Standing
 from tuner.search.trials import Phase, Trial, predictions
 from tuner.stats import Estimate

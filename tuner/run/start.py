@@ -177,7 +177,9 @@ def aim_of(options: TuningOptions, trace: Trace) -> Aim:
     """
     chosen, slos = options.window_choice, tuple(options.slos)
     plan = options.plan(trace)
-    window = None if chosen is None else warmed(chosen.resolve(trace), plan.most_lead_in_s)
+    window = None
+    if chosen is not None:
+        window = warmed(chosen.resolve(trace)).led_in_by(plan.most_lead_in_s)
     requests = (trace if window is None else window.of(trace)).measured
     make_scoring(options.objective, slos, requests)
     return Aim(options.objective, slos, plan, window, options.confidence)

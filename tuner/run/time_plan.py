@@ -194,9 +194,8 @@ def search_windows(runner: TrialRunner) -> tuple[Window, ...]:
     if context.aim.window is not None:
         return (context.aim.window,)
     rate, replays = fly_pilot(runner), SEARCH_REPLAYS + RACE_REPLAYS
-    lead_in_s = context.aim.plan.most_lead_in_s
     try:
-        return choose_windows(trace, rate, context.left_s, replays, lead_in_s)
+        return choose_windows(trace, rate, context.left_s, replays)
     except UsageError as short:
         context.listener.note(f"{short.message}: little can be said in this time; {short.hint}")
         context.caveats.add(Caveat.BUDGET_SPENT)
@@ -233,9 +232,9 @@ def plan_race(
     Raises: ShadowError, TooFewSamplesError, UsageError.
     """
     pair = list(dict.fromkeys([settings[0], context.space.current]))
-    windows, life_s = wanted, min(life_s, aim.plan.most_lead_in_s)
+    windows = wanted
     while True:
-        windows = tuple(w.with_lead_in(min(w.lead_in_s, life_s)) for w in windows)
+        windows = tuple(window.led_in_by(life_s) for window in windows)
         workload = Workload.of(WINDOW, context.trace, windows, aim)
         plan = race_on(context, predictor, pair, workload)
         if _holds_rounds(plan, pair):

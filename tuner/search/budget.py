@@ -69,14 +69,13 @@ def choose_windows(
     wall_per_trace_s: float,
     remaining_s: float,
     replays: int = SEARCH_REPLAYS + RACE_REPLAYS,
-    life_s: float = math.inf,
 ) -> tuple[Window, ...]:
     """Return the windows to replay so that the whole run fits into the remaining time.
 
     All of the trace if it fits; else its busiest and a typical stretch, both begun warm; only
     the busiest when halves would be too short to mean anything. `wall_per_trace_s` is how much
     real time a second of the trace costs at the current configuration, `replays` how many there
-    will be, `life_s` how long may come before a window to warm it up.
+    will be.
 
     Raises: UsageError if not even a handful of the shortest useful replays would fit.
     """
@@ -98,16 +97,13 @@ def choose_windows(
     if length_s >= 2 * MIN_HALF_S:
         busy, usual = busiest(trace, length_s / 2), typical(trace, length_s / 2)
         if not busy.overlaps(usual):
-            return warmed(busy, life_s), warmed(usual, life_s)
-    return (warmed(busiest(trace, length_s), life_s),)
+            return warmed(busy), warmed(usual)
+    return (warmed(busiest(trace, length_s)),)
 
 
-def warmed(window: Window, life_s: float = math.inf) -> Window:
-    """Return the window with a lead-in: the life of a request, where that is known.
-
-    At most as long as one may last in a window of that length.
-    """
-    return window.with_lead_in(min(life_s, window.length_s / LIFETIMES))
+def warmed(window: Window) -> Window:
+    """Return the window with a lead-in as long as a request may live in one of that length."""
+    return window.with_lead_in(window.length_s / LIFETIMES)
 
 
 def shorter_window(trace: Trace, windows: tuple[Window, ...], ratio: float) -> Window | None:

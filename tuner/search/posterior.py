@@ -19,6 +19,21 @@ import numpy as np
 from tuner.engine.limits import EngineLimits
 from tuner.errors import NoFeasibleConfigError
 from tuner.search.effects import Effects
+from tuner.search.judging import (
+    COST,
+    LOAD,
+    SLO,
+    TIE_LOSS,
+    Judged,
+    charged,
+    is_better,
+    is_sure,
+    losses,
+    open_of,
+    ratio_of,
+    share_of,
+    why_of,
+)
 from tuner.search.objective import WORST_SLACK, Score, Tier, is_rate
 from tuner.search.race import (
     CONFIDENCE,
@@ -32,26 +47,15 @@ from tuner.search.race import (
 )
 from tuner.stats import Bools, Estimate, Floats, student_quantile
 
-# Settings whose expected losses differ by less than this are the same: ours, less than anybody
-# would restart a server for.
-TIE_LOSS = 0.01
 # The current setting goes for the sake of its bounds alone where it misses them this many times
 # as often as is asked: ours, so that nobody restarts a server for a percent of probability.
 MISSED = 2.0
-# What not sustaining the load costs at the least where another setting sustains it, as a share
-# of what is optimised: ours, so that who just misses a load is a little worse off than who just
-# bears it. Who is overloaded by more than that pays as much as it is overloaded.
-MISSED_LOAD = 0.1
-# A change must be more likely than not to be better on other traffic of the kind too.
-LIKELY = 0.5
 # Who is the best in fewer draws than this is out of contention, and so are all but the
 # likeliest of those that are left: ours, since what is learnt of these tells of the others.
 CONTENDS, MAX_CONTENDERS = 0.05, 2
 # What the draws are of, beside other traffic.
 MODEL_ALONE = "the model's error alone: of this traffic no other can be drawn"
 LIVE_ALONE = "other replays of the same traffic"
-# What is drawn of each setting: the objective's value, and how much of its bounds is used up.
-COST, SLO, LOAD = range(3)
 Others = Callable[[Sequence[EngineLimits]], Floats]
 """Takes settings and returns what is drawn of them on other traffic, [draws, settings, 3]."""
 # How often it is drawn what a round might show: ours.
@@ -216,23 +220,23 @@ class Draws:
         if best == now:
             odds = self._of_a_keep(odds, rival, now, float(loss[now]), elsewhere)
         first = min(tied, key=lambda i: loss[i])
-        if now not in (best, first) and not _is_sure(odds):
+        if now not in (best, first) and not is_sure(odds):
             # The smallest of those that lose the same may be less sure than the best of them.
             found = self._beside(first, now, column, confidence)
-            if _is_sure(found[1]):
+            if is_sure(found[1]):
                 best, (elsewhere, odds) = first, found
-        is_change = best != now and _is_sure(odds)
+        is_change = best != now and is_sure(odds)
         verdict = RaceVerdict.CHANGE if is_change else RaceVerdict.KEEP
         return RaceDecision(
             verdict=verdict,
             winner=self.settings[best] if is_change else current,
             best=self.settings[best],
             tied=tuple(sorted(self.settings[i] for i in tied)),
-            gain=None if best == now else _gain(elsewhere[:, :, column]),
+            gain=None if best == now else ratio_of(elsewhere[:, :, column]),
             rounds=rounds,
-            why=_why(odds, confidence, is_same=best == now),
+            why=why_of(odds, confidence, is_same=best == now),
             metric=judged.metric,
-            gain_here=None if best == now else _gain(self.here[:, [best, now], column]),
+            gain_here=None if best == now else ratio_of(self.here[:, [best, now], column]),
             is_predicted=not rounds and self.basis != LIVE_ALONE,
             odds=odds,
             standings=self._standings(judged),
@@ -266,7 +270,7 @@ class Draws:
             p_slo_elsewhere=self._slos_met(elsewhere[:, 1]),
         )
 
-    def _standings(self, judged: _Judged) -> tuple[Standing, ...]:
+    def _standings(self, judged: Judged) -> tuple[Standing, ...]:
         """Return what is known of each, of the least expected loss first.
 
         Nothing is of one that fails, or where nobody was replayed, whose costs are zeros.
@@ -322,7 +326,7 @@ class Draws:
         _, column, _ = self.criterion(confidence, other)
         pair = [self.settings.index(setting), self.settings.index(other)]
         elsewhere = self.elsewhere((setting, other))
-        return _gain(elsewhere[:, :, column]), _gain(self.here[:, pair, column])
+        return ratio_of(elsewhere[:, :, column]), ratio_of(self.here[:, pair, column])
 
     def against(
         self, other: Self, confidence: float = CONFIDENCE
@@ -340,7 +344,7 @@ class Draws:
         pair = replace(self, settings=settings, point=point, here=both, learnable=None)
         _, column, metric = pair.criterion(confidence)
         odds = pair.odds([0, 1], elsewhere, column, confidence)
-        return odds, metric, _gain(elsewhere[:, :, column])
+        return odds, metric, ratio_of(elsewhere[:, :, column])
 
     def regret(self, current: EngineLimits, confidence: float = CONFIDENCE) -> float:
         """Return what is lost in expectation by what would be recommended now, as a share.
@@ -389,10 +393,10 @@ class Draws:
 
         return replace(self, here=self.here * times, elsewhere=elsewhere)
 
-    def _judged(self, confidence: float, current: EngineLimits) -> _Judged:
+    def _judged(self, confidence: float, current: EngineLimits) -> Judged:
         """Return how the settings stand beside each other."""
         field, column, metric = self.criterion(confidence, current)
-        return _Judged(field, column, metric, charged(self.here, column, field))
+        return Judged(field, column, metric, charged(self.here, column, field))
 
     def criterion(
         self, confidence: float = CONFIDENCE, current: EngineLimits | None = None
@@ -412,7 +416,7 @@ class Draws:
         if field.any():
             return field, COST, self.metric
         every = np.ones(len(self.settings), dtype=np.bool_)
-        loss = _losses(self.here[:, :, SLO], every)
+        loss = losses(self.here[:, :, SLO], every)
         least = loss <= loss.min() + TIE_LOSS
         if current is not None and least[self.settings.index(current)] and least.sum() > 1:
             return least, COST, self.metric
@@ -433,7 +437,7 @@ class Draws:
         cost, its = charged(here, column).T
         with np.errstate(divide="ignore", invalid="ignore"):
             loss = np.nan_to_num(its / cost - 1, nan=0.0, posinf=MAX_LOSS)
-        p_better = _share(_is_better(here, column))
+        p_better = share_of(is_better(here, column))
         # What is more probably kept than it was, and surely: the SLOs, and the load.
         kept = (here[:, :, [SLO, LOAD]] <= 1.0).mean(axis=0)
         slos, load = (kept[0] >= confidence) & (1 - kept[1] > MISSED * (1 - confidence))
@@ -442,11 +446,11 @@ class Draws:
             self._p_slo(best),
             self._p_sustained(best),
             max(0.0, float(np.minimum(loss, MAX_LOSS).mean())),
-            _share(_is_better(elsewhere, column)),
+            share_of(is_better(elsewhere, column)),
             meets_more=bool(slos or (load and p_better >= confidence)),
             basis=self.basis,
             confidence=confidence,
-            open_ratio=_open(_gain(here[:, :, column])),
+            open_ratio=open_of(ratio_of(here[:, :, column])),
             p_slo_elsewhere=self._slos_met(elsewhere[:, 0]),
         )
 
@@ -459,7 +463,7 @@ class Draws:
 
         Shapes: drawn is [draws, 3].
         """
-        return _share(drawn[:, SLO] <= 1.0) if self.has_slos else None
+        return share_of(drawn[:, SLO] <= 1.0) if self.has_slos else None
 
     def _p_sustained(self, setting: int) -> float | None:
         """Return how probably a setting sustains the load, None where that does not count.
@@ -469,119 +473,7 @@ class Draws:
         """
         load = self.here[:, :, LOAD]
         counts = bool(((load > 0) & np.isfinite(load)).any())
-        return _share(load[:, setting] <= 1.0) if counts else None
-
-
-@dataclass(frozen=True, slots=True)
-class _Judged:
-    """Who may be recommended, by what settings are judged, and what each costs by that.
-
-    Shapes: field is [settings], cost [draws, settings].
-    """
-
-    field: Bools
-    column: int
-    metric: str
-    cost: Floats
-
-    @property
-    def loss(self) -> Floats:
-        """What each costs more than the best of the field, on average. Shapes: [settings]."""
-        return _losses(self.cost, self.field)
-
-    @property
-    def p_best(self) -> Floats:
-        """In which share of the draws each is the best of the field. Shapes: [settings]."""
-        least = np.where(self.field, self.cost, math.inf).argmin(axis=1)
-        return np.bincount(least, minlength=len(self.field)) / len(least)
-
-    def rival(self, now: int) -> int:
-        """Return who is the likeliest to be better than the current setting.
-
-        Among those that may be recommended, or where there is none among all that do not fail;
-        the current one where there is no other.
-        """
-        alive: Bools = np.asarray(np.isfinite(self.cost).any(axis=0))
-        others = [i for i in np.flatnonzero(alive & self.field).tolist() if i != now]
-        others = others or [i for i in np.flatnonzero(alive).tolist() if i != now]
-        better, loss = (self.cost < self.cost[:, [now]]).mean(axis=0), self.loss
-        return max(others, key=lambda i: (better[i], -loss[i]), default=now)
-
-
-def _is_sure(odds: Odds) -> bool:
-    """Whether what the odds are of may replace the current setting."""
-    return odds.meets_more or (odds.p_better >= odds.confidence and odds.p_elsewhere >= LIKELY)
-
-
-def charged(drawn: Floats, column: int, field: Bools | None = None) -> Floats:
-    """Return what settings cost, with what it costs not to sustain what one of the field does.
-
-    Shapes: drawn is [draws, settings, 3], field [settings], found [draws, settings].
-    """
-    cost = drawn[:, :, column]
-    if column != COST:
-        return cost
-    over = drawn[:, :, LOAD] - 1.0
-    sustains = over <= 0 if field is None else (over <= 0) & field
-    missed = (over > 0) & sustains.any(axis=1, keepdims=True)
-    charged: Floats = np.where(missed, cost * (1 + np.maximum(over, MISSED_LOAD)), cost)
-    return charged
-
-
-def _is_better(pair: Floats, column: int) -> Bools:
-    """Return in which draws the first is better: it alone keeps its SLOs, or costs less.
-
-    Shapes: pair is [draws, 2, 3].
-    """
-    ours, theirs = (pair[:, :, SLO] <= 1.0).T
-    cost, its = charged(pair, column).T
-    better: Bools = (ours & ~theirs) | ((ours == theirs) & (cost < its))
-    return better
-
-
-def _why(odds: Odds, confidence: float, *, is_same: bool) -> str:
-    """Say in a line why the answer is what it is."""
-    if is_same:
-        return f"nothing is better by {TIE_LOSS:.0%} in the mean"
-    if odds.meets_more:
-        bounds = _bounds(odds)
-        return f"{bounds} with probability {confidence:g}, which the current one does not"
-    text = f"better with probability {odds.p_better:.2f}"
-    if odds.p_better < confidence:
-        return f"{text}, which is below {confidence:g}"
-    if odds.p_elsewhere < LIKELY:
-        return f"{text} on this traffic, but only {odds.p_elsewhere:.2f} on other of its kind"
-    return text
-
-
-def _bounds(odds: Odds) -> str:
-    """Say which bounds are judged, as what a setting does."""
-    if odds.p_slo is None:
-        return "sustains the load"
-    return "meets the SLOs" if odds.p_sustained is None else "keeps the SLOs and the load"
-
-
-def _gain(pair: Floats) -> Estimate | None:
-    """Return the ratio of the costs of two with its interval, None where one has no end.
-
-    Shapes: pair is [draws, 2].
-    """
-    with np.errstate(invalid="ignore", divide="ignore"):
-        ratios = pair[:, 0] / pair[:, 1]
-    ends = (0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2)
-    if not (np.isfinite(ratios) & (ratios > 0)).all():
-        return None
-    middle, low, high = np.quantile(ratios, (0.5, *ends)).tolist()
-    mean = float(np.exp(np.log(ratios).mean()))
-    # Near overload a few draws are many times off, which can move the mean out of the interval.
-    return Estimate(mean if low <= mean <= high else middle, low, high, len(ratios))
-
-
-def _open(ratio: Estimate | None) -> float | None:
-    """Return half the interval of a ratio as a share, None where it has no end."""
-    if ratio is None or ratio.low is None or ratio.high is None:
-        return None
-    return math.sqrt(ratio.high / ratio.low) - 1
+        return share_of(load[:, setting] <= 1.0) if counts else None
 
 
 def _used(share: float | None, score: Score) -> float:
@@ -603,21 +495,3 @@ def _around(point: Floats, drawn: Floats, times: float) -> Floats:
     spread = logs[:, usable] - logs[:, usable].mean(axis=0)
     moved[:, usable] = np.exp(centre[usable] + times * spread)
     return moved
-
-
-def _losses(cost: Floats, field: Bools) -> Floats:
-    """Return what each setting costs more than the best of the field, on average.
-
-    Shapes: [settings].
-    """
-    least = cost[:, field].min(axis=1, keepdims=True)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        loss = cost / least - 1
-    expected: Floats = np.clip(np.nan_to_num(loss, nan=0.0, posinf=MAX_LOSS), 0, MAX_LOSS).mean(
-        axis=0
-    )
-    return expected
-
-
-def _share(holds: Bools) -> float:
-    return float(holds.mean())

@@ -222,7 +222,7 @@ class _Copies:
             return np.empty(0, dtype=np.int64)
         sessions, trace = self.sessions, self.trace
         shuffled = np.random.default_rng(SEED).permutation(np.unique(sessions))
-        is_measured = np.isin(shuffled, sessions[trace.due_s >= trace.lead_in_s])
+        is_measured = np.isin(shuffled, sessions[trace.is_measured])
         shuffled = np.roll(shuffled, -int(np.argmax(is_measured)))
         chosen = shuffled[: max(1, round(share * shuffled.size))]
         return np.flatnonzero(np.isin(sessions, chosen))

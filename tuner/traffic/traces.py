@@ -321,9 +321,15 @@ class Trace:
         )
 
     @property
+    def is_measured(self) -> Bools:
+        """Which requests are due after the lead-in. Shapes: [n]."""
+        found: Bools = self.due_s >= self.lead_in_s
+        return found
+
+    @property
     def measured(self) -> int:
         """How many requests are due after the lead-in."""
-        return len(self) - int(np.searchsorted(self.due_s, self.lead_in_s, side="left"))
+        return int(self.is_measured.sum())
 
     def between(self, start_s: float, end_s: float, lead_in_s: float = 0.0) -> Trace:
         """Return the requests due in [start_s, end_s), after the lead-in that time begins with.

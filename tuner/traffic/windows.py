@@ -81,6 +81,10 @@ class Window:
         """
         return replace(self, lead_in_s=min(self.start_s, lead_in_s))
 
+    def led_in_by(self, most_s: float) -> Window:
+        """Return the window with no longer a lead-in than that."""
+        return replace(self, lead_in_s=min(self.lead_in_s, most_s))
+
     def overlaps(self, other: Window) -> bool:
         """Return whether an instant belongs to both."""
         return self.start_s < other.end_s and other.start_s < self.end_s

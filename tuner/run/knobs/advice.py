@@ -31,8 +31,9 @@ from tuner.run.knobs.records import (
 from tuner.run.predict import Predictions, capacity_per_s, predict, predict_more, scored
 from tuner.run.time_plan import RacePlan, cold_cost_s
 from tuner.run.trial_runner import TrialRunner
+from tuner.search.judging import LIKELY, TIE_LOSS
 from tuner.search.objective import Objective, Score, Tier, moved
-from tuner.search.posterior import LIKELY, TIE_LOSS, Draws
+from tuner.search.posterior import Draws
 from tuner.search.race import CONFIDENCE, Odds
 from tuner.search.space import SearchSpace
 from tuner.search.trials import leader

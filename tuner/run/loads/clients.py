@@ -97,7 +97,7 @@ def _too_long(predictor: Predictor, limits: EngineLimits, workload: Workload) ->
     alone = ReplayPlan(load_model=LoadModel.CLOSED, concurrency=1)
     good = []
     for piece in workload.pieces:
-        measured = piece.slice_rows(piece.due_s >= piece.lead_in_s)
+        measured = piece.slice_rows(piece.is_measured)
         bare = replace(measured, hashes=None, turns=None, lead_in_s=0.0)
         line = predictor.replay(bare, limits, alone).timelines
         good.append(good_requests(line, workload.slos))
@@ -111,8 +111,8 @@ def _sharing(pieces: Sequence[Trace], plan: ReplayPlan, found: float) -> Sharing
     if hashes is None or not hashes.ids.size:
         return None
     # What is found is of those that are measured; what came before may have had it.
-    is_measured = piece.due_s >= piece.lead_in_s
-    possible = reused_tokens(hashes, prompts)[is_measured].sum() / prompts[is_measured].sum()
+    counts = piece.is_measured
+    possible = reused_tokens(hashes, prompts)[counts].sum() / prompts[counts].sum()
     moved = moved_blocks(hashes)
     return Sharing(
         possible=float(possible),

@@ -17,7 +17,7 @@ from tuner.run.result import Restlessness
 from tuner.run.rounds import packed
 from tuner.run.time_plan import Observe
 from tuner.run.trial_runner import TrialRunner
-from tuner.search.posterior import TIE_LOSS
+from tuner.search.judging import TIE_LOSS
 from tuner.search.race import RaceDecision, RaceVerdict
 from tuner.shadow.agreement import compare, together
 from tuner.shadow.predictor import Predictor

@@ -181,8 +181,8 @@ class Session:
         context, runner = self.context, self.runner
         observe = self.search.learning.observer(started)
         windows = self.search.chosen or search_windows(runner)
-        self.search.choose(windows)
         workload = Workload.of(WINDOW, context.trace, windows, context.aim)
+        self.search.choose(workload.windows)
         plan = self.search.plan = search_live(runner, workload, observe)
         confidence = context.aim.confidence
         decision = race(runner, LiveEvidence(plan), confidence=confidence)

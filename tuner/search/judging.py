@@ -1,0 +1,158 @@
+"""How settings stand beside each other by what was drawn of them.
+
+In each draw a setting costs what the objective says, and more where it does not sustain a load
+that another one sustains; it keeps its SLOs or does not.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from tuner.search.race import CONFIDENCE, MAX_LOSS, Odds
+from tuner.stats import Bools, Estimate, Floats
+
+# Settings whose expected losses differ by less than this are the same: ours, less than anybody
+# would restart a server for.
+TIE_LOSS = 0.01
+# What not sustaining the load costs at the least where another setting sustains it, as a share
+# of what is optimised: ours, so that who just misses a load is a little worse off than who just
+# bears it. Who is overloaded by more than that pays as much as it is overloaded.
+MISSED_LOAD = 0.1
+# A change must be more likely than not to be better on other traffic of the kind too.
+LIKELY = 0.5
+# What is drawn of each setting: the objective's value, and how much of its bounds is used up.
+COST, SLO, LOAD = range(3)
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """Who may be recommended, by what settings are judged, and what each costs by that.
+
+    Shapes: field is [settings], cost [draws, settings].
+    """
+
+    field: Bools
+    column: int
+    metric: str
+    cost: Floats
+
+    @property
+    def loss(self) -> Floats:
+        """What each costs more than the best of the field, on average. Shapes: [settings]."""
+        return losses(self.cost, self.field)
+
+    @property
+    def p_best(self) -> Floats:
+        """In which share of the draws each is the best of the field. Shapes: [settings]."""
+        least = np.where(self.field, self.cost, math.inf).argmin(axis=1)
+        return np.bincount(least, minlength=len(self.field)) / len(least)
+
+    def rival(self, now: int) -> int:
+        """Return who is the likeliest to be better than the current setting.
+
+        Among those that may be recommended, or where there is none among all that do not fail;
+        the current one where there is no other.
+        """
+        alive: Bools = np.asarray(np.isfinite(self.cost).any(axis=0))
+        others = [i for i in np.flatnonzero(alive & self.field).tolist() if i != now]
+        others = others or [i for i in np.flatnonzero(alive).tolist() if i != now]
+        better, loss = (self.cost < self.cost[:, [now]]).mean(axis=0), self.loss
+        return max(others, key=lambda i: (better[i], -loss[i]), default=now)
+
+
+def is_sure(odds: Odds) -> bool:
+    """Whether what the odds are of may replace the current setting."""
+    return odds.meets_more or (odds.p_better >= odds.confidence and odds.p_elsewhere >= LIKELY)
+
+
+def charged(drawn: Floats, column: int, field: Bools | None = None) -> Floats:
+    """Return what settings cost, with what it costs not to sustain what one of the field does.
+
+    Shapes: drawn is [draws, settings, 3], field [settings], found [draws, settings].
+    """
+    cost = drawn[:, :, column]
+    if column != COST:
+        return cost
+    over = drawn[:, :, LOAD] - 1.0
+    sustains = over <= 0 if field is None else (over <= 0) & field
+    missed = (over > 0) & sustains.any(axis=1, keepdims=True)
+    charged: Floats = np.where(missed, cost * (1 + np.maximum(over, MISSED_LOAD)), cost)
+    return charged
+
+
+def is_better(pair: Floats, column: int) -> Bools:
+    """Return in which draws the first is better: it alone keeps its SLOs, or costs less.
+
+    Shapes: pair is [draws, 2, 3].
+    """
+    ours, theirs = (pair[:, :, SLO] <= 1.0).T
+    cost, its = charged(pair, column).T
+    better: Bools = (ours & ~theirs) | ((ours == theirs) & (cost < its))
+    return better
+
+
+def why_of(odds: Odds, confidence: float, *, is_same: bool) -> str:
+    """Say in a line why the answer is what it is."""
+    if is_same:
+        return f"nothing is better by {TIE_LOSS:.0%} in the mean"
+    if odds.meets_more:
+        bounds = _bounds(odds)
+        return f"{bounds} with probability {confidence:g}, which the current one does not"
+    text = f"better with probability {odds.p_better:.2f}"
+    if odds.p_better < confidence:
+        return f"{text}, which is below {confidence:g}"
+    if odds.p_elsewhere < LIKELY:
+        return f"{text} on this traffic, but only {odds.p_elsewhere:.2f} on other of its kind"
+    return text
+
+
+def _bounds(odds: Odds) -> str:
+    """Say which bounds are judged, as what a setting does."""
+    if odds.p_slo is None:
+        return "sustains the load"
+    return "meets the SLOs" if odds.p_sustained is None else "keeps the SLOs and the load"
+
+
+def ratio_of(pair: Floats) -> Estimate | None:
+    """Return the ratio of the costs of two with its interval, None where one has no end.
+
+    Shapes: pair is [draws, 2].
+    """
+    with np.errstate(invalid="ignore", divide="ignore"):
+        ratios = pair[:, 0] / pair[:, 1]
+    ends = (0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2)
+    if not (np.isfinite(ratios) & (ratios > 0)).all():
+        return None
+    middle, low, high = np.quantile(ratios, (0.5, *ends)).tolist()
+    mean = float(np.exp(np.log(ratios).mean()))
+    # Near overload a few draws are many times off, which can move the mean out of the interval.
+    return Estimate(mean if low <= mean <= high else middle, low, high, len(ratios))
+
+
+def open_of(ratio: Estimate | None) -> float | None:
+    """Return half the interval of a ratio as a share, None where it has no end."""
+    if ratio is None or ratio.low is None or ratio.high is None:
+        return None
+    return math.sqrt(ratio.high / ratio.low) - 1
+
+
+def losses(cost: Floats, field: Bools) -> Floats:
+    """Return what each setting costs more than the best of the field, on average.
+
+    Shapes: [settings].
+    """
+    least = cost[:, field].min(axis=1, keepdims=True)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        loss = cost / least - 1
+    expected: Floats = np.clip(np.nan_to_num(loss, nan=0.0, posinf=MAX_LOSS), 0, MAX_LOSS).mean(
+        axis=0
+    )
+    return expected
+
+
+def share_of(holds: Bools) -> float:
+    """Return in which share of the draws something holds."""
+    return float(holds.mean())
