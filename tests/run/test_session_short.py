@@ -7,16 +7,20 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from support.run_parts import Heard, ToyPredictor, a_profile, a_run, a_space
 from support.toy import ToySource
 from support.toy_tune import CROWDED
 from support.traffic import steady
 from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat
+from tuner.replay.plan import CutRule
 from tuner.run.directory import PROFILE_FILE
 from tuner.run.options import Method
 from tuner.run.sessions.live import NOTHING_ELSE, Session
-from tuner.search.race import RaceVerdict
+from tuner.search.race import Odds, RaceDecision, RaceVerdict
+from tuner.search.trials import Phase
 from tuner.shadow.calibration import LARGEST_ERROR_RATIO
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import Profile, read_profile, write_profile
@@ -72,3 +76,21 @@ def test_a_search_that_is_to_be_live_says_nothing_of_others(
     assert not decision.is_predicted
     assert isinstance(heard, Heard)
     assert not any("predict" in note for note in heard.notes)
+
+
+def test_that_a_stretch_is_not_kept_up_with_is_not_told_of_all_the_traffic(
+    tmp_path: Path,
+) -> None:
+    """The busiest second is more than the engine can take, and the trace is not."""
+    trace, limits = steady(120, per_s=200.0, prompt=100, output=40), EngineLimits(4, 2048)
+    odds = Odds(0.99, None, 1.0, 0.1, 0.99)
+    with a_run(tmp_path, trace, a_space(limits), ToySource()) as run:
+        run.runner.measure(limits, Phase.RACE, run.workload, CutRule(), 1)
+        session = Session.of(run.runner, {}, lambda _: pytest.fail("nothing is predicted"))
+        for p_sustained, is_of_all in ((0.0, True), (None, True), (1.0, False)):
+            told = replace(odds, p_sustained=p_sustained)
+            kept = (RaceVerdict.KEEP, limits, limits, (limits,), None, 1, "it is")
+            found = session.caveats(RaceDecision(*kept, odds=told))
+            assert {Caveat.NOT_SUSTAINED, Caveat.WINDOWED} <= set(found)
+            assert (Caveat.NOT_SUSTAINED in run.context.caveat_texts) is not is_of_all
+    assert "of the stretch" in run.context.caveat_texts[Caveat.NOT_SUSTAINED]

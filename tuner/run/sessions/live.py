@@ -33,6 +33,7 @@ from tuner.run.sessions.shadow import (
 )
 from tuner.run.time_plan import RacePlan, search_windows
 from tuner.run.trial_runner import TrialRunner
+from tuner.search.judging import LIKELY
 from tuner.search.ladder import at_edge, disturbed
 from tuner.search.race import RaceDecision, RaceVerdict
 from tuner.search.trials import Observation, Phase, Trial, predictions
@@ -45,6 +46,10 @@ from tuner.traffic.windows import Window, whole
 NOTHING_ELSE = (
     "only the current configuration was replayed in the time: nothing can be said of others; "
     "give --budget more"
+)
+STRETCH_NOT_SUSTAINED = (
+    "the engine did not keep up with the load of the stretch that raced; with that of all the "
+    "traffic it does, predicted"
 )
 # What says that a machine is too restless for short replays to say much.
 _NOISY = frozenset({Caveat.NOISY_MACHINE, Caveat.STEPS_SET_ASIDE})
@@ -297,6 +302,10 @@ class Session:
             found.add(Caveat.RESTARTED_PER_CONFIG)
         if self.search.chosen != (whole(context.trace),):
             found.add(Caveat.WINDOWED)
+        odds = decision.odds
+        bears_all = odds is not None and (odds.p_sustained or 0.0) >= LIKELY
+        if {Caveat.NOT_SUSTAINED, Caveat.WINDOWED} <= found and bears_all:
+            context.caveat_texts[Caveat.NOT_SUSTAINED] = STRETCH_NOT_SUSTAINED
         is_change = decision.verdict is RaceVerdict.CHANGE
         if is_change and self.cold is None and not engine.restarts_per_config:
             found.add(Caveat.NOT_CONFIRMED_COLD)
