@@ -29,6 +29,12 @@ def campaign(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("gpu_campaign")
 
 
+@pytest.fixture
+def stages(campaign: Any) -> Any:
+    """Return the module of what its stages do."""
+    return sys.modules[campaign.Campaign.__module__]
+
+
 def run(out: Path, *more: str) -> str:
     """Run the script at small size, and return what it printed."""
     done = subprocess.run(
@@ -100,24 +106,26 @@ def test_a_stage_that_fails_leaves_its_reason(campaign: Any, tmp_path: Path) -> 
     assert "test_gpu_campaign.py" in found["traceback"]
 
 
-def test_a_derived_profile_is_held_to_what_was_measured(campaign: Any, tmp_path: Path) -> None:
+def test_a_derived_profile_is_held_to_what_was_measured(
+    campaign: Any, stages: Any, tmp_path: Path
+) -> None:
     """Measured is here what the ready profile of that card says, all a tenth slower."""
     profile = read_profile(bundled_profiles()["meta-llama-3.1-8b.1xh100_sxm"])
     slower = replace(profile, step_model=profile.step_model.scaled(1.1))
     learnt = tmp_path / "learnt.yaml"
     write_profile(learnt, slower)
-    size = campaign.small(tmp_path)
-    scenario = campaign.Scenario(
+    size = stages.small(tmp_path)
+    scenario = stages.Scenario(
         name="llama",
         trace=size.conv[0],
         window_s=20.0,
         settings=("64/8192", "16/2048"),
         values={"model": "examples/llama-3.1-8b-shape", "max-model-len": "16384"},
     )
-    window = campaign.shadow_truth.traffic(scenario)
+    window = stages.shadow_truth.traffic(scenario)
     live, shadow = {}, {}
     for name in scenario.settings:
-        limits = campaign.truth_figures.limits_of(name)
+        limits = stages.truth_figures.limits_of(name)
         found = Predictor(slower).measure([window], limits, ReplayPlan())
         assert isinstance(found, Measurement)
         live[name], shadow[name] = [found.as_json()], found.as_json()
@@ -130,11 +138,11 @@ def test_a_derived_profile_is_held_to_what_was_measured(campaign: Any, tmp_path:
         "shadow": shadow,
         "predicted": list(live),
     }
-    told = campaign.derived_against(json.loads(json.dumps(result)), learnt)
+    told = stages.derived_against(json.loads(json.dumps(result)), learnt)
     assert "derived from published tables" in told["origin"]
     assert told["tpot_p50"]["learnt"] == pytest.approx(0.0, abs=1e-6)
     assert 0.03 < told["tpot_p50"]["derived"] < 0.3
     row = campaign._derived_row({"truth-llama": told})
     assert row.startswith("truth-llama: TPOT off ")
-    other = campaign.derived_against({**result, "device": "a card of its own"}, learnt)
+    other = stages.derived_against({**result, "device": "a card of its own"}, learnt)
     assert other == {"skipped": "no tables of a card of its own"}
