@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -246,21 +246,25 @@ def truth(stage: str, make: Callable[[Campaign], Scenario]) -> Callable[[Campaig
         runs = campaign.size.runs if is_first else 1
         budget_s = campaign.size.budgets_s[0 if is_first else 1]
         scenario = make(campaign)
-        with tempfile.TemporaryDirectory() as folder:
-            raced = campaign.profile_path("race")
-            learnt = Path(folder) / scenario.name.replace(" ", "_") / "profile.yaml"
-            if is_first and raced.exists():
-                learnt = raced
-            until_s = campaign.ends_s - LEFT_S
-            found = shadow_truth.run(scenario, runs, Path(folder), budget_s, until_s, learnt)
-            campaign.profile_path(stage).write_bytes(learnt.read_bytes())
-            for part, steps in (
-                ("live", Path(folder) / STEPS_FILE),
-                ("blocks", learnt.parent / STEPS_FILE),
-            ):
-                if steps.exists():
-                    to = campaign.out / f"{stage}.{part}.{STEPS_FILE}"
-                    to.write_bytes(steps.read_bytes())
+        # What was measured stays there, should the stage be ended before it has a result.
+        folder = campaign.out / f"{stage}.unfinished"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        raced = campaign.profile_path("race")
+        learnt = folder / scenario.name.replace(" ", "_") / "profile.yaml"
+        if is_first and raced.exists():
+            learnt = raced
+        until_s = campaign.ends_s - LEFT_S
+        found = shadow_truth.run(scenario, runs, folder, budget_s, until_s, learnt)
+        campaign.profile_path(stage).write_bytes(learnt.read_bytes())
+        for part, steps in (
+            ("live", folder / STEPS_FILE),
+            ("blocks", learnt.parent / STEPS_FILE),
+        ):
+            if steps.exists():
+                to = campaign.out / f"{stage}.{part}.{STEPS_FILE}"
+                to.write_bytes(steps.read_bytes())
+        shutil.rmtree(folder)
         found["trace_path"] = scenario.trace
         found["figures"] = truth_figures.summary([found])
         return found

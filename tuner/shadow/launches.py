@@ -20,13 +20,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tuner.engine.steps import NO_WAIT_S, StepColumns
+from tuner.shadow.fit import MIN_STEPS
 from tuner.stats import Floats
 
 PASSES = 4
 """How often what batches took is found anew by what was learnt of them: ours, since a step that
 only decodes is known from those that were noticed in time, and others follow from it."""
-# Of a kind with fewer that are known, those noticed late took as long as they seemed: ours.
-_LEAST_KNOWN = 20
+# Of a kind of which fewer were noticed in time, those noticed late took as long as they seemed:
+# ours. Those done sooner than thought are no measure of that alone: what is thought of the next
+# ones would be the shorter for each that was left out.
+_LEAST_IN_TIME = 20
 
 
 def on_device(
@@ -46,32 +49,45 @@ def on_device(
     found = [
         _Told.of(steps, each_s) for steps, each_s in zip(replays, predicted_s, strict=True)
     ]
-    for has_prompt in (True, False):
-        if sum(one.known(has_prompt=has_prompt) for one in found) < _LEAST_KNOWN:
-            found = [one.as_they_seemed(has_prompt=has_prompt) for one in found]
-    return [replace(o.steps, duration_s=o.most_s).take(o.is_known) for o in found]
+    kinds = [
+        has_prompt
+        for has_prompt in (True, False)
+        if sum(one.in_time(has_prompt=has_prompt) for one in found) < _LEAST_IN_TIME
+    ]
+    if sum(one.told.sum() for one in found) < MIN_STEPS:
+        kinds = [True, False]
+    for has_prompt in kinds:
+        found = [
+            one.as_they_seemed(each_s, has_prompt=has_prompt)
+            for one, each_s in zip(found, predicted_s, strict=True)
+        ]
+    return [replace(one.steps, duration_s=one.most_s).take(one.told) for one in found]
 
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """Steps with what the device had for each at most, and of which that is what it took."""
+    """Steps with what the device had for each at most, and of which that is what it took.
+
+    Of those noticed in time it is, and of those done sooner than thought.
+    """
 
     steps: StepColumns
     most_s: Floats
-    is_known: NDArray[np.bool_]
+    is_in_time: NDArray[np.bool_]
+    is_taken: NDArray[np.bool_]
 
     @classmethod
     def of(cls, steps: StepColumns, predicted_s: Floats) -> Self:
         """Follow each chain of late steps to the one after it."""
         is_late, most_s = steps.is_late > 0, steps.duration_s.copy()
-        is_known = ~is_late
+        is_in_time = ~is_late
         begins = is_late & ~np.concatenate([[False], is_late[:-1]])[: len(steps)]
         for row in np.flatnonzero(begins).tolist():
             end = _follow(steps, predicted_s, most_s, row)
             # Its own launch held it up, and no other launch made that seem late.
-            is_known[end : end + 1] = steps.duration_s[end : end + 1] > NO_WAIT_S
+            is_in_time[end : end + 1] = steps.duration_s[end : end + 1] > NO_WAIT_S
         is_sooner = is_late & steps.has_batch & (most_s < predicted_s)
-        return cls(steps, most_s, is_known | (is_sooner & cls._says_anything(steps)))
+        return cls(steps, most_s, is_in_time, is_sooner & cls._says_anything(steps))
 
     @staticmethod
     def _says_anything(steps: StepColumns) -> NDArray[np.bool_]:
@@ -79,16 +95,28 @@ class _Told:
         mask: NDArray[np.bool_] = steps.duration_s > NO_WAIT_S
         return mask
 
-    def known(self, *, has_prompt: bool) -> int:
-        """Return of how many steps with a prompt, or without, is known what they took."""
-        is_like = self.steps.has_batch & ((self.steps.prefill_tokens > 0) == has_prompt)
-        return int((is_like & self.is_known).sum())
+    @property
+    def told(self) -> NDArray[np.bool_]:
+        """Mark the steps of which is known, or taken to be, what they took."""
+        mask: NDArray[np.bool_] = self.is_in_time | self.is_taken
+        return mask
 
-    def as_they_seemed(self, *, has_prompt: bool) -> Self:
-        """Return them with all steps with a prompt, or without, as long as they had at most."""
+    def in_time(self, *, has_prompt: bool) -> int:
+        """Return how many steps with a prompt, or without, were noticed in time."""
+        is_like = self.steps.has_batch & ((self.steps.prefill_tokens > 0) == has_prompt)
+        return int((is_like & self.is_in_time).sum())
+
+    def as_they_seemed(self, predicted_s: Floats, *, has_prompt: bool) -> Self:
+        """Return them with all steps with a prompt, or without, taking what they had at most.
+
+        Or what they are thought to take, where that is less and anything is thought of them:
+        then nothing is learnt of them, but that there are such.
+        """
         is_like = self.steps.has_batch & ((self.steps.prefill_tokens > 0) == has_prompt)
         is_like &= self._says_anything(self.steps)
-        return replace(self, is_known=self.is_known | is_like)
+        is_open = is_like & ~self.told & (predicted_s > 0)
+        most_s = np.where(is_open, np.minimum(self.most_s, predicted_s), self.most_s)
+        return replace(self, most_s=most_s, is_taken=self.is_taken | is_like)
 
 
 def _follow(steps: StepColumns, predicted_s: Floats, most_s: Floats, row: int) -> int:

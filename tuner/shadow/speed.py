@@ -41,8 +41,9 @@ PRIOR_TERM, PRIOR_OTHER = 0.1, 0.5
 # How much a start of the engine moves its speed: ours, in logarithms.
 START = 0.01
 # How far apart launches of the host are from one span to the next before anything is measured:
-# ours, in logarithms. On an H200 they took 11 ms in one minute and 14 to 22 in another.
-HOST_APART = 0.1
+# ours, in logarithms. On an H200 those without a graph took 11 ms in one minute and 14 to 22 in
+# another, on a second one 16 to 20, then 23 to 26.
+HOST_APART = 0.2
 # Directions of uncertainty beyond so many, and digits of a factor: ours, so that a profile's
 # file stays small. They are ordered by what they change of batches that were seen, those that
 # were not counting this much.
