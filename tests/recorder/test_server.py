@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from support.live_parts import GEMMA
 from support.paths import TESTS
 from support.recorder_parts import recorded, rows_of
 from support.recorder_probe import REFUSING
@@ -26,7 +28,7 @@ from support.recorder_server import (
     serving,
     wanted,
 )
-from tuner.engine.demo import demo_engine_args
+from tuner.engine.demo import DEMO_MODEL_DIR, demo_engine_args
 from tuner.recorder.settings import FILE, MAX_BYTES, STEPS
 from tuner.shadow.profiles import read_profile
 from tuner.traffic.formats import ReadOptions, read_trace
@@ -337,10 +339,19 @@ def test_a_service_that_embeds_the_engine_is_recorded_without_middleware(
     assert "alice" not in prod.read_text()
 
 
-@pytest.mark.parametrize("has_details", [True, False])
-def test_steps_of_a_server_become_a_profile_of_it(tmp_path: Path, *, has_details: bool) -> None:
+@pytest.mark.parametrize(
+    ("has_details", "is_hybrid"), [(True, False), (False, False), (True, True)]
+)
+def test_steps_of_a_server_become_a_profile_of_it(
+    tmp_path: Path, *, has_details: bool, is_hybrid: bool
+) -> None:
     prod, output = tmp_path / "prod.jsonl", tmp_path / "profile.yaml"
-    more = ("--enable-logging-iteration-details",) if has_details else ()
+    more = ["--enable-logging-iteration-details"] if has_details else []
+    if is_hybrid:
+        model = tmp_path / "gemma"
+        shutil.copytree(DEMO_MODEL_DIR, model)
+        (model / "config.json").write_text(json.dumps({**GEMMA, "vocab_size": 4096}))
+        more += ["--model", str(model), "--load-format", "dummy"]
     limits = ("--max-num-seqs", "4", "--max-num-batched-tokens", "512")
     environment = {FILE: str(prod), STEPS: "1"}
 
@@ -370,6 +381,7 @@ def test_steps_of_a_server_become_a_profile_of_it(tmp_path: Path, *, has_details
     assert abs(found["off"]["tpot p50"]) < 0.1
     profile = read_profile(output)
     assert profile.shape.block_size == 128
+    assert len(profile.shape.kv_groups) == (4 if is_hybrid else 0)
     assert profile.num_blocks_at(profile.current_limits) > 100
     assert profile.uncertainty is not None
     assert profile.serve_values["model"] == profile.shape.model

@@ -28,6 +28,7 @@ from support.recorded_parts import (
 from support.run_parts import a_profile
 from support.traffic import steady
 from tuner.cli.commands import tune as command
+from tuner.engine.compat.shape import recorded_shape, recorded_windows
 from tuner.engine.limits import EngineLimits
 from tuner.engine.steps import StepColumns
 from tuner.errors import ShadowError, TooFewSamplesError, UsageError
@@ -396,3 +397,46 @@ def test_reader_and_recorder_mean_the_same_by_a_file_of_steps() -> None:
     for name in ("STEPS_VERSION", "SUFFIX", "COLUMNS", "UNKNOWN"):
         assert getattr(reading, name) == getattr(writing, name)
     assert RECORD_FILE == FILE
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        ({"is_hybrid": True}, "state-space layers"),
+        ({"layers": ["linear_attention", "full_attention"]}, "layers of linear_attention"),
+        ({"layers": None, "layer_types": ["full_attention", "sliding_attention"]}, "earlier"),
+    ],
+)
+def test_layers_that_are_not_known_well_enough_have_no_shadow(
+    model: dict[str, Any], why: str
+) -> None:
+    config = a_config()
+    kept = {**config["model_config"], **model}
+    config["model_config"] = {name: value for name, value in kept.items() if value is not None}
+    config["model_config"].setdefault("sliding_window", None)
+    with pytest.raises(ShadowError, match=why):
+        recorded_shape(config, "toy", "0.32.0")
+
+
+@pytest.mark.parametrize(
+    ("model", "windows"),
+    [
+        ({"layers": []}, (0,)),
+        ({"layers": [], "sliding_window": 64}, (64,)),
+        ({"layers": ["full_attention"] * 3, "sliding_window": 64}, (0, 0, 0)),
+        (
+            {
+                "layers": [*["sliding_attention", "full_attention"] * 2],
+                "sliding_window": 64,
+                "kv_shared_layers": 1,
+            },
+            (64, 0, 64),
+        ),
+    ],
+)
+def test_windows_of_recorded_layers_are_those_that_keep_keys_of_their_own(
+    model: dict[str, Any], windows: tuple[int, ...]
+) -> None:
+    config = a_config()
+    config["model_config"] |= model
+    assert recorded_windows(config) == windows

@@ -10,12 +10,15 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 
-from support.live_parts import start_live
+from support.live_parts import GEMMA, start_live
 from support.shadow_parts import RandomTraffic, a_reference
+from tuner.engine.compat.scheduler import with_windows
+from tuner.engine.compat.shape import recorded_shape, recorded_windows
 from tuner.engine.demo import demo_engine_args
 from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveEngine
 from tuner.engine.protocol import Batch, Engine
+from tuner.recorder.plugin import described_server
 from tuner.replay.arrivals import Sessions
 from tuner.replay.loop import ReplayLog, replay
 from tuner.replay.plan import ReplayPlan
@@ -109,27 +112,6 @@ def live() -> Iterator[LiveEngine]:
     engine = start_live(values, LIVE_CEILING)
     yield engine
     engine.close()
-
-
-GEMMA = {
-    "architectures": ["Gemma3ForCausalLM"],
-    "model_type": "gemma3_text",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "vocab_size": 512,
-    "max_position_embeddings": 1024,
-    "sliding_window": 64,
-    "layer_types": [*["sliding_attention"] * 3, "full_attention"],
-    "query_pre_attn_scalar": 32,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-}
-"""A model whose layers look back a window, but for every fourth."""
 
 
 @pytest.fixture(scope="module")
@@ -236,6 +218,19 @@ def test_every_step_of_a_model_with_windows_is_scheduled_alike_too(
     kinds = [group["kind"] for group in hybrid.shape().kv_groups]
     assert set(kinds) == {"SlidingWindowSpec", "FullAttentionSpec"}
     schedules_alike(hybrid, workload, limits, wanted)
+
+
+def test_groups_of_a_recorded_server_are_those_of_the_engine(hybrid: LiveEngine) -> None:
+    """An API server holds no list of them, but which layers look back a window."""
+    core = hybrid._running_core
+    config = described_server(core._core.vllm_config, "0")["config"]
+    there = json.loads(json.dumps(config))
+    made = with_windows(recorded_shape(there, "toy", "0"), recorded_windows(there), None)
+    found = hybrid.shape()
+    assert made.kv_kind == found.kv_kind
+    for ours, theirs in zip(made.kv_groups, found.kv_groups, strict=True):
+        for name in ("kind", "block_size", "sliding_window"):
+            assert ours.get(name) == theirs.get(name)
 
 
 def schedules_alike(

@@ -190,7 +190,7 @@ def _steps() -> bytes:
             "model": "m",
             "vocab_size": 99,
             "is_hybrid": False,
-            "layer_types": [],
+            "layers": [],
             "sliding_window": None,
         },
         "parallel_config": dict.fromkeys(

@@ -14,6 +14,26 @@ from tuner.engine.live import LiveEngine, LiveSource
 # one that claims to have every attribute. An engine's own process starts before it is imported.
 _HIDDEN = "llvmlite.binding.ffi"
 
+GEMMA = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "vocab_size": 512,
+    "max_position_embeddings": 1024,
+    "sliding_window": 64,
+    "layer_types": [*["sliding_attention"] * 3, "full_attention"],
+    "query_pre_attn_scalar": 32,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+"""A model whose layers look back a window, but for every fourth."""
+
 
 def start_live(
     values: Mapping[str, object], ceiling: EngineLimits, *, is_greedy: bool = False

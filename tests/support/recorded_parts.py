@@ -155,7 +155,7 @@ def a_config(**changed: Any) -> dict[str, Any]:
             "max_model_len": shape.max_model_len,
             "model": shape.model,
             "is_hybrid": False,
-            "layer_types": [],
+            "layers": [],
             "sliding_window": None,
             "vocab_size": shape.vocab_size,
         },

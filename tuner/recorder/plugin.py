@@ -39,7 +39,9 @@ KEPT: Final = {
         *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
         "decode_context_parallel_size",
     ),
-    "cache_config": ("block_size", "enable_prefix_caching"),
+    "cache_config": (
+        *("block_size", "enable_prefix_caching", "prefix_cache_retention_interval"),
+    ),
     "compilation_config": ("cudagraph_capture_sizes", "cudagraph_mode"),
 }
 """What is kept of vLLM's configuration beside the scheduler's, by section.
@@ -90,7 +92,8 @@ def _kept_config(vllm_config: Any) -> dict[str, Any]:  # noqa: ANN401
     text = getattr(model, "hf_text_config", None)
     kept["model_config"] |= {
         "is_hybrid": bool(getattr(model, "is_hybrid", False)),
-        "layer_types": sorted(set(getattr(text, "layer_types", None) or ())),
+        "layers": list(getattr(text, "layer_types", None) or ()),
+        "kv_shared_layers": int(getattr(text, "num_kv_shared_layers", None) or 0),
         "sliding_window": model.get_sliding_window(),
         "vocab_size": int(model.get_vocab_size()),
     }

@@ -19,7 +19,8 @@ from typing import Any, Final, Self
 import msgspec
 import numpy as np
 
-from tuner.engine.compat.shape import recorded_shape
+from tuner.engine.compat.scheduler import with_windows
+from tuner.engine.compat.shape import RETENTION, recorded_shape, recorded_windows
 from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import EngineShape
 from tuner.errors import ShadowError, UsageError
@@ -248,8 +249,15 @@ def _with_shape(path: Path, server: Server) -> Server:
         return msgspec.structs.replace(server, shape=None, no_shadow="")
     try:
         shape = recorded_shape(server.config, server.device, server.vllm)
+        windows = recorded_windows(server.config)
+        if any(windows):
+            kept = server.config["cache_config"].get(RETENTION)
+            shape = with_windows(shape, windows, kept)
     except ShadowError as error:
         return msgspec.structs.replace(server, no_shadow=error.message)
+    except UsageError as missing:
+        reason = f"vLLM itself lays out the KV cache of layers with windows: {missing.message}"
+        return msgspec.structs.replace(server, no_shadow=reason)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(
             f"{path} holds no configuration that a recorder writes: {type(error).__name__}: "

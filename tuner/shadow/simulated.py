@@ -6,6 +6,7 @@ What the scheduler is told comes from an EngineShape, how long a batch takes fro
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -60,7 +61,9 @@ def unknown_options(shape: EngineShape) -> list[str]:
         if name not in _KNOWN or ((allowed := _KNOWN[name]) and value not in allowed)
     ]
     if shape.kv_kind not in SUPPORTED_KV:
-        notes.append(f"a KV cache of {shape.kv_kind}")
+        kinds = Counter(shape.kv_kind.split(" and ")).items()
+        words = " and ".join(f"{n} {kind}" if n > 1 else kind for kind, n in kinds)
+        notes.append(f"a KV cache of {words}")
     return notes
 
 

@@ -7,12 +7,12 @@ the scheduler knows nothing but lengths and blocks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from tuner.engine.compat.core import limit_names
-from tuner.engine.compat.serve import parse_serve_values, resolve_config
-from tuner.engine.compat.shape import RETENTION
+from tuner.engine.compat.serve import parse_serve_values, quiet, resolve_config
+from tuner.engine.compat.shape import RETENTION, plain_group
 from tuner.engine.demo import demo_engine_args
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Emitted, Prompt
@@ -45,7 +45,8 @@ def stand_in_config(shape: EngineShape, ceiling: EngineLimits) -> Any:
         "max-num-batched-tokens": ceiling.max_num_batched_tokens,
         "enable-prefix-caching": shape.prefix_caching,
     }
-    config = resolve_config(parse_serve_values(values))
+    with quiet():  # of a stand-in there is nothing to tell
+        config = resolve_config(parse_serve_values(values))
     scheduler = config.scheduler_config
     for name, value in shape.scheduler.items():
         if not hasattr(scheduler, name):
@@ -103,6 +104,37 @@ def _spec(group: KvGroup) -> Any:
     known = {each.name for each in fields(kind) if each.init}
     given = {**no_bytes, **group}
     return kind(**{name: value for name, value in given.items() if name in known})
+
+
+def with_windows(
+    shape: EngineShape, windows: Sequence[int], retention: int | None
+) -> EngineShape:
+    """Return the shape with the KV-cache groups that vLLM makes of layers with such windows.
+
+    A window of 0 sees all of the context. `retention` is the configured interval at which the
+    prefix cache keeps what lies behind a window. Heads are taken to be alike in all layers.
+
+    Shapes: windows is [layers]. Units: tokens.
+    Raises: UsageError without vLLM; ShadowError where it knows no such groups.
+    """
+    config = stand_in_config(shape, EngineLimits(1, shape.block_size))
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+
+    if getattr(config.cache_config, "kv_cache_layout", "") is None:
+        # An engine asks its attention for one; for layers alike in size it decides nothing.
+        config.cache_config.kv_cache_layout = "LBNHC"
+    plain: KvGroup = {"kind": "FullAttentionSpec", "block_size": shape.block_size}
+    sliding: KvGroup = {"kind": "SlidingWindowSpec", "block_size": shape.block_size}
+    layers = {
+        f"layer {number}": _spec({**sliding, "sliding_window": window} if window else plain)
+        for number, window in enumerate(windows)
+    }
+    specs = [group.kv_cache_spec for group in get_kv_cache_groups(config, layers)]
+    groups = tuple(plain_group(spec, retention) for spec in specs)
+    kinds = [str(group["kind"]) for group in groups]
+    if kinds == [plain["kind"]]:
+        return shape
+    return replace(shape, kv_kind=" and ".join(kinds), kv_groups=groups)
 
 
 def scheduler_of(config: Any, kv_cache: Any) -> tuple[Any, int]:

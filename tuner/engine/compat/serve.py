@@ -10,7 +10,8 @@ import importlib
 import importlib.metadata
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 from tuner.engine.limits import EngineLimits
@@ -47,10 +48,25 @@ def prepare_environment() -> None:
     """Set what must stand before vLLM is imported.
 
     Without multiprocessing the engine core runs in this process, which is what lets its limits
-    change and its steps be timed. Nothing is reported to vLLM's usage collection.
+    change and its steps be timed. Nothing is reported to vLLM's usage collection, and what vLLM
+    logs goes where it does not mix with what a command writes.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Have vLLM log nothing but errors meanwhile, unless a level is asked for."""
+    name = "VLLM_LOGGING_LEVEL"
+    is_asked = name in os.environ
+    os.environ.setdefault(name, "ERROR")
+    try:
+        yield
+    finally:
+        if not is_asked:
+            os.environ.pop(name, None)
 
 
 def _first_module(names: Sequence[str], attribute: str) -> Any:

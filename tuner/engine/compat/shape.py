@@ -56,11 +56,11 @@ def read_shape(
     shape = _shape(vllm_config, int(vllm_config.cache_config.block_size), device, version)
     kinds = " and ".join(type(spec).__name__ for spec in specs)
     kept = getattr(kv_cache_config, RETENTION, None)
-    groups = tuple(_plain_group(spec, kept) for spec in specs)
+    groups = tuple(plain_group(spec, kept) for spec in specs)
     return replace(shape, kv_kind=kinds, kv_groups=groups, block_bytes=bytes_each)
 
 
-def _plain_group(spec: Any, retention: int | None) -> KvGroup:
+def plain_group(spec: Any, retention: int | None) -> KvGroup:
     """Return what decides how a group keeps its blocks; what else is in one is bytes.
 
     How much of a window's past the prefix cache retains is one number for all groups.
@@ -105,43 +105,58 @@ def _shape(vllm_config: Any, block_size: int, device: str, version: str) -> Engi
 def recorded_shape(config: Mapping[str, Any], device: str, version: str) -> EngineShape:
     """Return the shape of a server from the configuration that its recorder kept.
 
-    An API server holds no list of KV-cache groups, so that whether there is but one of full
-    attention is asked of the model's configuration.
+    An API server holds no list of KV-cache groups: the shape has one of full attention, which
+    `compat.scheduler.with_windows` replaces where `recorded_windows` has any.
 
     Raises: ShadowError naming what the shadow cannot stand in for; AttributeError, LookupError,
         TypeError or ValueError for what no recorder wrote.
     """
     model, (chosen, usual) = config["model_config"], config["scheduler_classes"]
     known = SimpleNamespace(
-        model_config=SimpleNamespace(
-            **model,
-            hf_text_config=SimpleNamespace(layer_types=model["layer_types"]),
-            get_sliding_window=lambda: model["sliding_window"],
-            get_vocab_size=lambda: model["vocab_size"],
-        ),
+        model_config=SimpleNamespace(**model, get_vocab_size=lambda: model["vocab_size"]),
         **{name: SimpleNamespace(**config[name]) for name in _RECORDED},
         # Whether there is one is all that is kept of these.
         **{name: config[name] or None for name in _EXTENSIONS},
     )
     notes = _unsupported(known, "" if chosen == usual else chosen)
-    notes += _unusual_attention(known.model_config)
+    notes += _unusual_layers(model)
     if notes:
         raise ShadowError(_cannot_stand_in(notes), "tune a spare machine with --method live")
     return _shape(known, int(known.cache_config.block_size), device, version)
 
 
-def _unusual_attention(model_config: Any) -> list[str]:
-    """Return what keeps another KV cache than one group of full attention, in words."""
-    text = getattr(model_config, "hf_text_config", None)
-    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
-    is_hybrid = bool(getattr(model_config, "is_hybrid", False))
-    sliding = model_config.get_sliding_window()
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+"""Kinds of layers by their names in Transformers' configurations."""
+
+
+def recorded_windows(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the window of each layer that keeps keys and values, 0 where it sees everything.
+
+    Of a model whose layers are all alike, one layer. Those that read another layer's keys and
+    values keep none of their own.
+
+    Units: tokens.
+    """
+    model = config["model_config"]
+    window = int(model["sliding_window"] or 0)
+    kinds = list(model.get("layers") or [_SLIDING])
+    own = kinds[: len(kinds) - int(model.get("kv_shared_layers", 0))]
+    return tuple(window if kind == _SLIDING else 0 for kind in own)
+
+
+def _unusual_layers(model: Mapping[str, Any]) -> list[str]:
+    """Return what keeps keys and values in another way than attention does, in words."""
+    kinds = set(model.get("layers", model.get("layer_types", ()))) - {_FULL}
+    others = kinds - {_SLIDING}
     return [
         words
         for words, holds in (
-            (f"layers of {', '.join(sorted(kinds))}", bool(kinds)),
-            ("state-space layers", is_hybrid),
-            ("a sliding window", bool(sliding) and not kinds),
+            (f"layers of {', '.join(sorted(others))}", bool(others)),
+            ("state-space layers", bool(model["is_hybrid"])),
+            (
+                "sliding windows whose layers an earlier version of the recorder did not keep",
+                bool(kinds) and "layers" not in model,
+            ),
         )
         if holds
     ]
