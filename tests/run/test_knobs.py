@@ -141,6 +141,20 @@ def test_memory_and_what_clients_would_have_to_send_are_told_and_not_set() -> No
     assert advice.settings == {}
 
 
+@pytest.mark.parametrize(
+    ("is_on", "says"),
+    [(True, "on and stays on"), (False, "--variant async:async-scheduling=true")],
+)
+def test_launching_ahead_is_not_predicted_and_what_tells_is_named(
+    says: str, *, is_on: bool
+) -> None:
+    profile = profile_of()
+    profile = replace(profile, shape=replace(profile.shape, asynchronous=is_on))
+    (found,) = advice_on(profile, SHARED, "async-scheduling").findings
+    assert says in found.says
+    assert not found.is_recommended
+
+
 def test_no_kv_cache_is_named_that_vllm_would_not_start_with() -> None:
     """It has to hold one request of max-model-len."""
     profile = profile_of()

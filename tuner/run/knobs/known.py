@@ -248,11 +248,16 @@ def short_first(trace: Trace) -> Trace:
     )
 
 
-def _asynchronous(_: Place) -> str:
-    return (
-        "a profile does not tell for how much of its own launch a batch waits, so that "
-        "starting it either way is what tells"
-    )
+def _asynchronous(place: Place) -> str:
+    """Say what it is, and what tells what it brings: a profile knows one way alone.
+
+    Source: tests/benchmarks/results/gpu_h200, `race.again` and the blocks of `truth-sync`.
+    """
+    seen = "on an H200 a decode of a 7B model took 5.3 ms with it and 7.1 without"
+    if place.predictor.profile.shape.asynchronous:
+        return f"it is on and stays on: {seen}"
+    variant = "--variant async:async-scheduling=true"
+    return f"it is off: {seen}; what it brings here a start with it tells, {variant}"
 
 
 _AT_START: Final = "at the start; a running server keeps what it has"
