@@ -91,6 +91,9 @@ def test_a_lead_in_comes_before_the_window_and_is_not_counted(
     assert cold["offered"] == warm["offered"] > 0
     # One at a time: whoever comes meets the queue that is there already.
     assert warm["ttft_s"]["mean"] > cold["ttft_s"]["mean"]
+    closed = ["--load-model", "closed", "--concurrency", "2"]
+    assert run(["replay", *window, "--lead-in", "2s", *closed]) == 2
+    assert "in a closed loop who comes after a lead-in" in capsys.readouterr().err
     # There is no more before the trace begins.
     longer = replayed(capsys, *window, "--lead-in", "9s")
     assert longer["ttft_s"] == warm["ttft_s"]

@@ -380,6 +380,11 @@ def test_turns_that_come_late_are_measured_at_every_setting_or_at_none() -> None
         assert len(found.timelines) == warm.measured
 
 
+def test_a_closed_loop_has_no_lead_in() -> None:
+    with pytest.raises(UsageError, match="no two settings are measured on the same requests"):
+        replay_toy(replace(steady(20, 10.0), lead_in_s=1.0), LIMITS, plan=closed(2))
+
+
 def test_a_lead_in_that_leaves_nothing_is_reported() -> None:
     with pytest.raises(ReplayError, match="no request is due after the lead-in of 9 s"):
         replay_toy(replace(steady(20, 10.0), lead_in_s=9.0), LIMITS, ToySource())

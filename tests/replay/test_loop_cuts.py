@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.toy import ToyCosts, ToySource
-from support.traffic import ToyPrompts, a_trace, replay_toy, steady
+from support.traffic import ToyPrompts, a_trace, replay_toy, steady, warm_session
 from tuner.engine.limits import EngineLimits
 from tuner.replay.loop import Progress, replay
 from tuner.replay.plan import CutRule, ReplayPlan
@@ -57,6 +57,15 @@ def test_a_cut_is_certain_though_clients_leave_and_requests_are_refused(
     whole = replay_toy(trace, limits, source, ReplayPlan(timeout_s=timeout_s))
     if cut.cut_reason is not None:
         assert quantile(whole.timelines.e2e_s, 0.9).value > late_s
+
+
+@pytest.mark.parametrize("cut", [CutRule(late_s=1.5, allowed_late=1), CutRule(max_clock_s=3.5)])
+def test_a_turn_that_was_recorded_before_the_window_cuts_no_replay_of_it(cut: CutRule) -> None:
+    """However late it is sent: it is not among those that are measured."""
+    two_s = ToySource(ToyCosts(base_s=2.0, per_seq_s=0.0, per_prefill_token_s=0.0))
+    log = replay_toy(warm_session(), EngineLimits(1, 64), two_s, ReplayPlan(cut=cut))
+    assert log.cut_reason is None
+    assert (log.timelines.due_s.tolist(), log.timelines.last_s.tolist()) == ([2.0], [5.0])
 
 
 def test_the_silence_before_the_first_request_is_not_held_against_a_configuration() -> None:

@@ -21,7 +21,7 @@ from support.same_replay import (
 )
 from support.schedule_cases import Case, random_case
 from support.shadow_parts import a_shape, simulated
-from support.traffic import a_trace, kept
+from support.traffic import a_trace, kept, warm_session
 from tuner.engine.limits import EngineLimits
 from tuner.errors import EngineError, ReplayError, ShadowError, TraceError, TunerError
 from tuner.gate import GateLimits
@@ -237,6 +237,14 @@ def test_a_replay_is_cut_once_its_clock_has_run_for_too_long() -> None:
     assert log.timelines.count(Outcome.COMPLETED) == 2
     log = simulated(a_trace([5.0] * 3, 4, 1), EngineLimits(1, 256), STEPS, plan)
     assert log.timelines.outcome.tolist() == [0, 0, Outcome.ABORTED]
+
+
+@pytest.mark.parametrize("cut", [CutRule(late_s=1.5, allowed_late=1), CutRule(max_clock_s=3.5)])
+def test_a_turn_that_was_recorded_before_the_window_cuts_no_replay_of_it(cut: CutRule) -> None:
+    log = simulated(warm_session(), EngineLimits(1, 256), STEPS, ReplayPlan(cut=cut))
+    assert log.cut_reason is None
+    # Sent at 6 s, behind the turn that was sent at 5 s: from 7 to 9 s, 5 s after the lead-in.
+    assert (log.timelines.due_s.tolist(), log.timelines.last_s.tolist()) == ([2.0], [5.0])
 
 
 def test_a_replay_is_cut_once_real_time_runs_out() -> None:

@@ -55,7 +55,9 @@ def random_case(seed: int, *, is_by_priority: bool = False) -> Case:
         blocks = max(blocks, 2 * least)
     model, plan = _model(rng), _plan(rng, trace)
     if rng.random() < 0.2:
-        trace = replace(trace, lead_in_s=float(rng.uniform(0, trace.due_s[-1])))
+        lead_in_s = float(rng.uniform(0, trace.due_s[-1]))
+        is_open = plan.load_model is LoadModel.OPEN
+        trace = replace(trace, lead_in_s=lead_in_s if is_open else 0.0)
     # Drawn apart too.
     rng = np.random.default_rng([seed, 4])
     if rng.random() < 0.5:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from tuner.replay.plan import ReplayPlan
 from tuner.replay.timeline import Outcome, TimelineRecorder
 from tuner.traffic.prompts import TokenPrompt
 from tuner.traffic.resample import at_load
-from tuner.traffic.traces import Trace
+from tuner.traffic.traces import Trace, Turns
 
 
 class OneRequest(NamedTuple):
@@ -82,6 +82,15 @@ def steady(n: int, per_s: float, prompt: int = 10, output: int = 20, seed: int =
     lengths = rng.uniform(0.5, 1.5, (2, n)) * np.array([[prompt], [output]])
     prompts, outputs = np.maximum(1, lengths.round()).astype(int).tolist()
     return a_trace(due_s, prompts, outputs)
+
+
+def warm_session() -> Trace:
+    """Return a request and its next turn, both of a lead-in of 4 s, and one that is measured.
+
+    Where a request takes 2 s the turn is sent at 5 s, the measured one at 6 s.
+    """
+    turns = Turns(np.array([-1, 0, -1]), np.array([0.0, 3.0, 0.0]))
+    return replace(a_trace([0.0, 1.0, 6.0], 4, 1), turns=turns, lead_in_s=4.0)
 
 
 def replay_toy(

@@ -379,7 +379,7 @@ def tune(ctx: click.Context, /, **_: Any) -> int | None:
         "--lead-in",
         default="0s",
         help="How much of the trace before the window is replayed too and not measured, so "
-        "that the engine is warm.",
+        "that the engine is warm; not in a closed loop.",
     ),
 )
 @traffic_options

@@ -22,6 +22,7 @@ from tuner.engine.live import LiveSource
 from tuner.engine.protocol import EngineFacts, EngineSource
 from tuner.errors import Caveat, UsageError
 from tuner.files import log_folder
+from tuner.replay.arrivals import check_lead_in
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan, doubts
 from tuner.replay.process import EngineProcess
@@ -83,6 +84,7 @@ def run_replay(options: ReplayOptions, source: EngineSource | None = None) -> in
     engine = options.engine.choose(profile)
     traffic = options.traffic.read()
     plan = options.traffic.plan(traffic.trace)
+    check_lead_in(options.lead_in_s, plan.load_model)
     announce(traffic, is_demo=engine.is_demo)
     if profiled is not None:
         limits, measured = _predicted(profiled, options, engine, traffic, plan)

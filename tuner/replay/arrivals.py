@@ -242,11 +242,28 @@ class BatchArrivals(_InOrder):
 
 
 def check_arrivals(trace: Trace, load_model: LoadModel) -> None:
-    """Refuse to replay in an open loop what records no arrivals. Raises: TraceError."""
+    """Refuse an open loop of what records no arrivals, and a lead-in of a closed one.
+
+    Raises: TraceError, UsageError.
+    """
+    check_lead_in(trace.lead_in_s, load_model)
     if load_model is LoadModel.OPEN and trace.concurrency is not None:
         raise TraceError(
             f"{trace.source} records requests in flight, not arrivals",
             "replay it with --load-model closed",
+        )
+
+
+def check_lead_in(lead_in_s: float, load_model: LoadModel) -> None:
+    """Refuse a lead-in of a closed loop, of which no due time says who comes after it.
+
+    Raises: UsageError.
+    """
+    if lead_in_s and load_model is LoadModel.CLOSED:
+        raise UsageError(
+            "in a closed loop who comes after a lead-in is the engine's speed, so that no two "
+            "settings are measured on the same requests",
+            "leave the lead-in out: the number in flight is there at once",
         )
 
 
@@ -278,7 +295,7 @@ def arrivals_of(
     latencies; a given number is held until every request has gone.
 
     Raises: TraceError when a closed loop asks for a concurrency that was not recorded, or an
-        open one for arrivals that were not.
+        open one for arrivals that were not; UsageError for a lead-in of a closed loop.
     """
     check_arrivals(trace, load_model)
     if load_model is LoadModel.OPEN:

@@ -32,7 +32,7 @@ from tuner.replay.arrivals import (
 from tuner.replay.load import offered_work_s
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.timeline import Outcome, TimelineRecorder, Timelines
-from tuner.stats import Floats, Ints
+from tuner.stats import Ints
 from tuner.traffic.traces import LoadModel, Trace
 
 # How often the caller receives progress and may stop the replay, in wall seconds: ours.
@@ -89,8 +89,7 @@ def log_of(
     """
     lead_in_s, is_closed = trace.lead_in_s, plan.load_model is LoadModel.CLOSED
     if lead_in_s:
-        # By the recording, where turns wait for answers: else by speed, and so by setting.
-        measured = _after(lead_in_s, timelines.due_s if is_closed else trace.due_s)
+        measured = _after(trace)
         trace = trace.slice_rows(measured)
         timelines = timelines.rows(measured).counted_from(lead_in_s)
         if kept_steps is not None:
@@ -112,12 +111,12 @@ def log_of(
     )
 
 
-def _after(lead_in_s: float, due_s: Floats) -> Ints:
-    """Return the rows after a lead-in. Raises: ReplayError if there are none."""
-    rows = np.flatnonzero(due_s >= lead_in_s)
+def _after(trace: Trace) -> Ints:
+    """Return the rows that are measured. Raises: ReplayError if there are none."""
+    rows = np.arange(trace.led_in, len(trace))
     if not rows.size:
         raise ReplayError(
-            f"no request is due after the lead-in of {lead_in_s:g} s",
+            f"no request is due after the lead-in of {trace.lead_in_s:g} s",
             "choose a shorter one, or a longer part of the trace",
         )
     return rows
@@ -155,7 +154,7 @@ class _Replay:
         self._outputs = outputs.tolist()
         self._record = TimelineRecorder(trace.due_s)
         self._steps = self._new_steps()
-        self._measures = trace.lead_in_s == 0
+        self._measures, self._led_in = trace.lead_in_s == 0, trace.led_in
         self._arrivals = arrivals_of(
             trace, plan.load_model, plan.concurrency, plan.sessions, plan.batches
         )
@@ -252,7 +251,7 @@ class _Replay:
             self._ahead.went(row)
             self._sent += 1
             self._record.due(row, due_s)
-            if self._first_due_s is None and due_s >= self._trace.lead_in_s:
+            if self._first_due_s is None and row >= self._led_in:
                 self._first_due_s = due_s
             if self._too_long[row]:
                 self._end(row, Outcome.REFUSED)
@@ -307,7 +306,7 @@ class _Replay:
         if patience_s is not None and e2e_s > patience_s:
             self._end(row, Outcome.TIMED_OUT)
             return
-        if late_s is not None and e2e_s > late_s and due_s >= self._trace.lead_in_s:
+        if late_s is not None and e2e_s > late_s and row >= self._led_in:
             self._late.add(row)
         self._end(row, Outcome.COMPLETED)
 
@@ -377,7 +376,7 @@ class _Replay:
         for row, due_s in self._in_flight.items():
             if now_s - due_s <= late_s:
                 break
-            if due_s >= self._trace.lead_in_s:
+            if row >= self._led_in:
                 self._late.add(row)
 
     def _progress(self, wall_s: float) -> Progress:
@@ -410,7 +409,7 @@ def replay(
     Units: seconds on the replay's clock, zero at the trace's own zero.
     Raises: EngineError when the engine fails; ReplayError when the replay itself is void;
         TraceError when a closed loop asks for a concurrency that was not recorded; UsageError
-        for priorities on an engine that serves by arrival.
+        for a lead-in of one, and for priorities on an engine that serves by arrival.
     """
     check_priorities(trace, has_priorities=engine.info.has_priorities)
     engine.reset()

@@ -27,7 +27,7 @@ class PreparedTrace:
     `of` is the trace that was brought to the plan's load, the trace itself where none is given.
 
     Raises: TraceError when a closed loop asks for a concurrency that was not recorded, or an
-        open one for arrivals that were not.
+        open one for arrivals that were not; UsageError for a lead-in of a closed loop.
     """
 
     def __init__(

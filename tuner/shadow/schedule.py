@@ -49,11 +49,12 @@ NOBODY, PREFILLS, DECODES, PREEMPTED = range(4)
     AHEAD, BLOCK, ALL_BLOCKS, MAX_LENGTH, IS_CACHED, WOULD_CACHE, ARRIVALS, ALLOWED_LATE,
     KEEPS_LOG, BATCH_SIZE, REQUESTS, RECORDED_BLOCK, LINK_KEYS, SLOTS, WIDTH, TARGETS,
     KNOTS, LONE, KEYLESS_FIRST, OMITS, YIELDS, INTERVAL, LAST_DAY, GATE_CAP, GATE_ROOM,
+    LED_IN,
     # Where the parts of the work array begin.
     AT_RUN, AT_CALENDAR, AT_PHASES, AT_BUCKETS, AT_FRONT, AT_FREE_SLOTS,
     AT_SINGLES, AT_ENDS, AT_BATCHES, AT_MIXED, AT_KNOTS, AT_FACTORS, FACTOR_ROWS,
     FACTOR_COLUMNS, AT_LAUNCHES, INTEGERS,
-) = range(90)  # fmt: skip
+) = range(91)  # fmt: skip
 
 # The instants and seconds of a replay's state, and the sums over its steps.
 (
@@ -1390,7 +1391,7 @@ def admit(g, x, f, r, q, tr):
             return
         row = _take_next(g, x, f, tr)
         g[SENT] += 1
-        if math.isnan(x[FIRST_DUE]) and f[row, DUE] >= x[LEAD_S]:
+        if math.isnan(x[FIRST_DUE]) and row >= g[LED_IN]:
             x[FIRST_DUE] = f[row, DUE]
         if tr.prompts[row] + tr.outputs[row] > g[MAX_LENGTH]:
             _end(g, x, q, tr, row, REFUSED)
@@ -1424,7 +1425,7 @@ def _answered(g, x, f, q, r, tr, row):
     if took_s > x[PATIENCE]:
         _end(g, x, q, tr, row, TIMED_OUT)
         return
-    if took_s > x[LATE_S] and not r[row, IS_LATE] and f[row, DUE] >= x[LEAD_S]:
+    if took_s > x[LATE_S] and not r[row, IS_LATE] and row >= g[LED_IN]:
         r[row, IS_LATE] = 1
         g[LATE] += 1
     _end(g, x, q, tr, row, COMPLETED)
@@ -1522,7 +1523,7 @@ def _note_overdue(g, x, f, r, q):
         if q[row, OUTCOME] == GOES_ON:
             if x[NOW] - f[row, DUE] <= x[LATE_S]:
                 return
-            if not r[row, IS_LATE] and f[row, DUE] >= x[LEAD_S]:
+            if not r[row, IS_LATE] and row >= g[LED_IN]:
                 r[row, IS_LATE] = 1
                 g[LATE] += 1
         g[NEXT_LATE] += 1

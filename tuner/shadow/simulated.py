@@ -154,7 +154,7 @@ def integers(
     g[s.MAX_LENGTH] = shape.max_model_len
     g[s.IS_CACHED], g[s.WOULD_CACHE] = caches, shape.prefix_caching
     g[s.ARRIVALS], g[s.REQUESTS] = prepared.arrivals, n
-    g[s.MEASURES] = trace.lead_in_s == 0
+    g[s.MEASURES], g[s.LED_IN] = trace.lead_in_s == 0, trace.led_in
     _go_by_version(g, shape)
     _go_by_plan(g, plan)
     g[s.TARGETS] = len(prepared.targets)

@@ -321,15 +321,24 @@ class Trace:
         )
 
     @property
+    def led_in(self) -> int:
+        """How many requests are due in the lead-in: the first rows, all others are measured.
+
+        By the recording alone. A turn that waits for an answer may be sent later, by how fast
+        a setting is, and all settings are to be measured on the same requests.
+        """
+        return int(np.searchsorted(self.due_s, self.lead_in_s, side="left"))
+
+    @property
     def is_measured(self) -> Bools:
         """Which requests are due after the lead-in. Shapes: [n]."""
-        found: Bools = self.due_s >= self.lead_in_s
+        found: Bools = np.arange(len(self)) >= self.led_in
         return found
 
     @property
     def measured(self) -> int:
         """How many requests are due after the lead-in."""
-        return int(self.is_measured.sum())
+        return len(self) - self.led_in
 
     def between(self, start_s: float, end_s: float, lead_in_s: float = 0.0) -> Trace:
         """Return the requests due in [start_s, end_s), after the lead-in that time begins with.
