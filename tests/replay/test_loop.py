@@ -370,6 +370,20 @@ def test_a_lead_in_is_replayed_and_not_measured() -> None:
     assert measure([cut]).offered == rows.sum()
 
 
+def test_a_queue_from_before_a_window_is_no_work_that_is_offered_in_it() -> None:
+    """The prompts of the queue are computed in the window, and were offered before it."""
+    source = ToySource(ToyCosts(base_s=0.01, per_seq_s=0.0, per_prefill_token_s=0.001))
+    trace, limits = steady(120, per_s=12.0, prompt=100, output=2), EngineLimits(8, 256)
+    window = Window(6.0, 99.0)
+    bare = replay_toy(window.of(trace), limits, source)
+    warm = replay_toy(window.with_lead_in(6.0).of(trace), limits, source)
+    cold, used = measure([bare]).utilisation, measure([warm]).utilisation
+    assert cold is not None
+    assert used is not None
+    assert warm.steps.prefill_tokens > 1.2 * bare.steps.prefill_tokens
+    assert used == pytest.approx(cold, rel=0.06)
+
+
 def test_turns_that_come_late_are_measured_at_every_setting_or_at_none() -> None:
     """Who was recorded before the window stays there, however slow the engine is."""
     trace, after = steady(60, per_s=30.0), np.arange(-6, 54)

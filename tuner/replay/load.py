@@ -26,12 +26,13 @@ def offered_work_s(
     What a step, a decoding sequence and a prompt token cost is taken from the replay's own
     steps; a step is shared by as many sequences as the limits and the KV cache hold, `most`
     at most, also where the replay was too short to fill its batches. Prompt tokens count as
-    they were computed: less what the prefix cache held, more what preemption repeated.
+    they were computed: less what the prefix cache held, more what preemption repeated. The
+    steps are those after the lead-in, in which prompts of its queue are computed too.
 
-    Shapes: [n]; 0 for refused requests, nan where no step was seen.
+    Shapes: [n], the lead-in too; 0 for refused requests, nan where no step was seen.
     Units: seconds.
     """
-    answered = lines.output_tokens > 0
+    answered = lines.first_s >= trace.lead_in_s
     if not steps.steps or not answered.any():
         return np.full(len(lines), math.nan)
     wanted = lines.outcome != int(Outcome.REFUSED)

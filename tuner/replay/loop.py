@@ -88,18 +88,16 @@ def log_of(
     Raises: ReplayError if nothing was due after the lead-in.
     """
     lead_in_s, is_closed = trace.lead_in_s, plan.load_model is LoadModel.CLOSED
-    if lead_in_s:
-        measured = _after(trace)
-        trace = trace.slice_rows(measured)
-        timelines = timelines.rows(measured).counted_from(lead_in_s)
-        if kept_steps is not None:
-            kept_steps = replace(kept_steps, end_s=kept_steps.end_s - lead_in_s)
     if plan.gate is not None:
         timelines = _with_truncated(timelines, trace)
     if not is_closed:
         most = math.inf if plan.batches is None else plan.batches.size
         work_s = offered_work_s(trace, timelines, steps, limits, most)
         timelines = replace(timelines, work_s=work_s)
+    if lead_in_s:
+        timelines = timelines.rows(_after(trace)).counted_from(lead_in_s)
+        if kept_steps is not None:
+            kept_steps = replace(kept_steps, end_s=kept_steps.end_s - lead_in_s)
     return ReplayLog(
         timelines,
         steps,
