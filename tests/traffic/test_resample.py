@@ -225,11 +225,48 @@ def test_other_traffic_of_a_window_after_a_silence_is_in_the_window() -> None:
         assert drawn.measured == len(drawn) > 100
 
 
-def test_other_traffic_has_requests_in_the_window_however_few_are() -> None:
+def test_other_traffic_of_a_peak_is_of_the_peak_and_begins_as_warm() -> None:
+    """One request a second before it, eight in it: what leads in is nobody's stretch."""
+    calm_s, peak_s = steady(60, per_s=1.0).due_s, 100.0 + steady(800, per_s=8.0, seed=1).due_s
+    warm = replace(a_trace(np.concatenate([calm_s, peak_s]), 10, 20), lead_in_s=100.0)
+    bare = warm.between(100.0, 1000.0)
+    sizes = []
+    for seed in range(20):
+        drawn = Resampler(warm).draw(np.random.default_rng(seed))
+        np.testing.assert_array_equal(drawn.due_s[: drawn.led_in], calm_s)
+        alone = Resampler(bare).draw(np.random.default_rng(seed))
+        np.testing.assert_allclose(drawn.due_s[drawn.led_in :] - 100.0, alone.due_s)
+        sizes.append(drawn.measured)
+    assert np.mean(sizes) == pytest.approx(800, rel=0.03)
+
+
+@pytest.mark.parametrize("knows_turns", [True, False])
+def test_sessions_that_go_on_from_a_lead_in_find_there_what_they_had_by_then(
+    *, knows_turns: bool
+) -> None:
+    trace = chats(250, 4)
+    warm = replace(trace if knows_turns else replace(trace, turns=None), lead_in_s=100.0)
+    assert warm.hashes is not None
+    drawn = Resampler(warm).draw(np.random.default_rng(0))
+    assert drawn.hashes is not None
+    if drawn.turns is not None:
+        after = drawn.turns.after[drawn.led_in :]
+        assert not ((after >= 0) & (after < drawn.led_in)).any()
+    before = set(warm.hashes.take(np.arange(warm.led_in)).ids.tolist()) - {SYSTEM}
+    found = [
+        len(before & set(one.hashes.take(np.arange(one.led_in, len(one))).ids.tolist()))
+        for one in (warm, drawn)
+        if one.hashes is not None
+    ]
+    assert found[0] > 10
+    # Stretches that were not drawn hold some of them, and a draw holds some twice.
+    assert found[1] > 0.3 * found[0]
+
+
+def test_of_too_few_requests_after_a_lead_in_no_other_traffic_is_drawn() -> None:
     busy_s = np.append(steady(200, per_s=4.0, seed=1).due_s, 60.0)
-    resampler = Resampler(replace(a_trace(busy_s, 10, 20), lead_in_s=59.9))
-    drawn = [resampler.draw(np.random.default_rng(seed)) for seed in range(20)]
-    assert all(one.measured for one in drawn)
+    with pytest.raises(TooFewSamplesError, match="160 arrivals, got 1"):
+        Resampler(replace(a_trace(busy_s, 10, 20), lead_in_s=59.9))
 
 
 @pytest.mark.parametrize("requests", [1, 100])

@@ -46,7 +46,7 @@ def at_load(trace: Trace, load: float) -> Trace:
     if trace.concurrency is not None:
         flow = trace.concurrency.scaled(load)
         return replace(trace, concurrency=flow, load=trace.load * load)
-    copies = _Copies.of(trace)
+    copies = _Copies.of(trace, sessions_of(trace))
     whole = math.floor(load)
     parts = [np.arange(len(trace))] * whole
     part = copies.some(load - whole)
@@ -75,7 +75,11 @@ class Resampler:
     them, whole. `stretches` is how many make a trace. Of a part the whole is drawn, and a part
     taken of that.
 
-    Raises: TooFewSamplesError if the trace holds fewer requests than MIN_STRETCHES of them
+    What is drawn is what is measured, after the lead-in as it was: the lead-in of a peak is not
+    of its kind, and other traffic begins as warm as the recorded. Turns of a session that began
+    in the lead-in are a session of their own, which finds there what it had by then.
+
+    Raises: TooFewSamplesError if the trace measures fewer requests than MIN_STRETCHES of them
         need, or has no arrivals.
     Source: circular block bootstrap, Politis and Romano (1992), of time and not of requests.
     """
@@ -83,20 +87,22 @@ class Resampler:
     def __init__(self, trace: Trace) -> None:
         whole = trace.recorded or trace
         self._share, trace = trace.load / whole.load, whole
-        self.stretches = min(MAX_STRETCHES, len(trace) // MIN_PER_STRETCH)
-        if self.stretches < MIN_STRETCHES or trace.concurrency or trace.duration_s <= 0:
+        self.stretches = min(MAX_STRETCHES, trace.measured // MIN_PER_STRETCH)
+        self._led_in, due_s = trace.led_in, trace.due_s[trace.led_in :]
+        is_drawable = self.stretches >= MIN_STRETCHES and trace.concurrency is None
+        if not is_drawable or due_s[-1] <= due_s[0]:
             need = MIN_STRETCHES * MIN_PER_STRETCH
             raise TooFewSamplesError(
-                f"other traffic of the kind is drawn from {need} arrivals, got {len(trace)}"
+                f"other traffic of the kind is drawn from {need} arrivals, got {due_s.size}"
             )
         # Who asked, and what was measured, is of no other traffic.
         bare = replace(trace, request_ids=None, e2e_s=None, ttft_s=None)
-        self._copies = _Copies.of(bare)
-        self._period_s = _period_s(trace)
+        self._copies = _Copies.of(_parted(bare), _sessions_apart(bare))
+        self._period_s = _period_s(due_s)
         # When each request is due, and when the first of its session is, round the circle.
-        self._first_s = float(trace.due_s[0])
-        self._due_s = trace.due_s - self._first_s
-        self._begins_s = self._due_s[self._copies.sessions]
+        self._first_s = float(due_s[0])
+        self._due_s = due_s - self._first_s
+        self._begins_s = self._due_s[self._copies.sessions[self._led_in :] - self._led_in]
         self._order = np.argsort(self._begins_s, kind="stable")
         self._ordered_s = self._begins_s[self._order]
 
@@ -104,14 +110,16 @@ class Resampler:
         """Return a trace as long as the original, which begins when that does.
 
         What passes its end comes at the beginning, as if recording had begun in its midst. An
-        hour in which nothing happens, or nothing after the lead-in, is drawn again.
+        hour in which nothing happens is drawn again.
         """
         while True:
             parts, due_s = self._drawn(rng)
             if any(rows.size for rows in parts):
-                drawn = self._copies.joined(parts, due_s)
-                if drawn.measured:
-                    return at_load(drawn, self._share)
+                break
+        # With the first stretch, so that all of its ids stay as they were.
+        parts[0] = np.concatenate([np.arange(self._led_in), parts[0]])
+        due_s[0] = np.concatenate([self._copies.trace.due_s[: self._led_in], due_s[0]])
+        return at_load(self._copies.joined(parts, due_s), self._share)
 
     def _drawn(self, rng: np.random.Generator) -> tuple[list[Ints], list[Floats]]:
         """Return the requests of stretches that are drawn, and when they are due."""
@@ -121,12 +129,15 @@ class Resampler:
             rows = self._begun(start_s, start_s + length_s)
             begun_s = (self._begins_s[rows] - start_s) % period_s
             later_s = self._due_s[rows] - self._begins_s[rows]
-            parts.append(rows)
+            parts.append(rows + self._led_in)
             due_s.append(self._first_s + (place * length_s + begun_s + later_s) % period_s)
         return parts, due_s
 
     def _begun(self, start_s: float, end_s: float) -> Ints:
-        """Return the rows, ascending, of sessions that begin in a stretch of the circle."""
+        """Return the rows, ascending, of sessions that begin in a stretch of the circle.
+
+        They are counted from the first that is measured.
+        """
         period_s = self._period_s
         ends_s = (start_s, end_s, start_s - period_s, end_s - period_s)
         low, high, wrapped, last = np.searchsorted(self._ordered_s, ends_s).tolist()
@@ -176,14 +187,35 @@ def _continued(hashes: HashIds, prompt_tokens: Ints) -> Ints:
     return before
 
 
-def _period_s(trace: Trace) -> float:
-    """Return for how long a trace lasts, a mean gap after its last request included."""
-    return trace.duration_s * len(trace) / max(len(trace) - 1, 1)
+def _parted(trace: Trace) -> Trace:
+    """Return the trace, in which no turn that is measured waits for one of the lead-in."""
+    turns, first = trace.turns, trace.led_in
+    if turns is None or not first:
+        return trace
+    goes_on = (turns.after >= 0) & (turns.after < first) & (np.arange(len(trace)) >= first)
+    after = np.where(goes_on, -1, turns.after)
+    return replace(trace, turns=Turns(after, np.where(goes_on, 0.0, turns.pause_s)))
+
+
+def _sessions_apart(trace: Trace) -> Ints:
+    """Return for each request the first of its session on its side of the lead-in's end.
+
+    Shapes: [n], row numbers.
+    """
+    if not trace.led_in:
+        return sessions_of(trace)
+    parts = np.split(np.arange(len(trace)), [trace.led_in])
+    return np.concatenate([rows[sessions_of(trace.slice_rows(rows))] for rows in parts])
+
+
+def _period_s(due_s: Floats) -> float:
+    """Return for how long requests come, a mean gap after the last of them included."""
+    return float(due_s[-1] - due_s[0]) * due_s.size / max(due_s.size - 1, 1)
 
 
 def _shifted(trace: Trace, rows: Ints, place: int, copies: int) -> Floats:
     """Return when the rows of one copy are due: later by its place, and round at the end."""
-    due_s, first_s, period_s = trace.due_s, float(trace.due_s[0]), _period_s(trace)
+    due_s, first_s, period_s = trace.due_s, float(trace.due_s[0]), _period_s(trace.due_s)
     shift_s = place * min(SHIFT_S, period_s / copies)
     if period_s <= 0 or shift_s <= 0:
         return due_s[rows]
@@ -204,9 +236,9 @@ class _Copies:
     is_private: Ints
 
     @classmethod
-    def of(cls, trace: Trace) -> Self:
+    def of(cls, trace: Trace, sessions: Ints) -> Self:
         """Return a trace with its sessions."""
-        sessions, hashes = sessions_of(trace), trace.hashes
+        hashes = trace.hashes
         if hashes is None:
             return cls(trace, sessions, np.empty(0, dtype=np.int64))
         names, places = np.unique(hashes.ids, return_inverse=True)
