@@ -15,18 +15,18 @@ from tuner.run.loads.gate import GateAnswer, find_gate
 from tuner.search.budget import Aim
 from tuner.search.objective import Objective
 from tuner.shadow.predictor import Predictor
-from tuner.traffic.windows import whole
+from tuner.traffic.windows import Window, whole
 
 LIMITS = EngineLimits(8, 512)
 LOADS = (0.5, 2.0)
 PREDICTOR = Predictor(a_profile())
 
 
-def a_workload(*slos: str) -> Workload:
+def a_workload(*slos: str, window: Window | None = None) -> Workload:
     """Return sixteen requests a second, of which the engine serves some twenty."""
     aim = Aim(Objective.GOODPUT, tuple(map(Slo.parse, slos)), ReplayPlan(), None)
     trace = replace(TRACE, source="prod.jsonl")
-    return Workload.of("traffic", trace, (whole(trace),), aim)
+    return Workload.of("traffic", trace, (window or whole(trace),), aim)
 
 
 @cache

@@ -136,6 +136,20 @@ def test_what_warms_a_window_up_is_not_counted() -> None:
     assert found.too_long == 0.0
     assert found.sharing is not None
     assert found.sharing.possible == 1.0
+    # From 600 s to the last before 1,000 s.
+    (prefix,) = found.sharing.prefixes
+    assert prefix.requests == 80
+
+
+def test_who_came_before_a_window_and_is_still_there_is_in_flight() -> None:
+    """Four come at once before it and are answered one after the other, 20 s each."""
+    due_s = [90.0] * 4 + (100.0 + np.arange(N)).tolist()
+    trace = a_trace(due_s, 10, [200] * 4 + [1] * N)
+    warm = advice_for(trace, window=Window(100.0, 400.0, 20.0))
+    alone = advice_for(trace)
+    assert warm.connections == alone.connections
+    # The whole is the window of 199 s and 10 s before it, in which there are four.
+    assert 199 * warm.in_flight + 4 * 10 == pytest.approx(209 * alone.in_flight, rel=0.01)
 
 
 def test_the_prefixes_that_spare_most_are_named_and_none_within_another() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -11,7 +13,9 @@ from support.gate_parts import LIMITS, LOADS, PREDICTOR, a_gate, a_workload
 from tuner.errors import NoFeasibleConfigError, UsageError
 from tuner.replay.metrics import Measurement
 from tuner.replay.plan import ReplayPlan
-from tuner.run.loads.gate import find_gate, goodput_per_s
+from tuner.run.loads.gate import GateAnswer, find_gate, goodput_per_s
+from tuner.traffic.resample import at_load
+from tuner.traffic.windows import Window
 
 
 def test_under_overload_a_gate_keeps_what_is_lost_without_and_costs_nothing_before() -> None:
@@ -43,8 +47,45 @@ def test_what_is_told_of_a_gate_is_what_its_replay_brings() -> None:
         assert goodput_per_s(free) == goodput_per_s(at.before)
 
 
-def test_who_suffers_adds_up_to_who_was_turned_away() -> None:
-    answer = a_gate()
+WARM = Window(12.0, 24.0).with_lead_in(4.0)
+"""A stretch of the traffic of 31 s, with the same rate before it."""
+
+
+@cache
+def a_warm_gate() -> GateAnswer:
+    """Return the gate that is found for the stretch."""
+    return find_gate(PREDICTOR, LIMITS, a_workload("ttft_p95=1s", window=WARM), (2.0,))
+
+
+def test_what_leads_in_to_a_window_meets_the_gate_and_is_not_counted() -> None:
+    workload = a_workload("ttft_p95=1s", window=WARM)
+    (heavy,), (piece,) = a_warm_gate().loads, workload.pieces
+    loaded = at_load(piece, 2.0)
+    assert heavy.before.offered == heavy.gated.offered == loaded.measured < len(loaded)
+    assert heavy.before.offered_per_s == pytest.approx(32.0, rel=0.15)
+    bare = a_workload("ttft_p95=1s", window=WARM.with_lead_in(0.0))
+    plan = replace(bare.plan, load=2.0)
+    cold = PREDICTOR.measure(bare.pieces, LIMITS, plan, bare.slos)
+    assert isinstance(cold, Measurement)
+    # Whoever comes meets the queue that is there already.
+    assert goodput_per_s(heavy.before) < 0.9 * goodput_per_s(cold)
+
+
+def test_caps_on_answers_are_those_of_requests_that_are_measured() -> None:
+    workload = a_workload("ttft_p95=1s", window=WARM)
+    (piece,) = workload.pieces
+    longer = np.where(piece.is_measured, piece.output_tokens, 300 + np.arange(len(piece)))
+    led = replace(workload, pieces=(replace(piece, output_tokens=longer),))
+    found = find_gate(PREDICTOR, LIMITS, led, (1.0,))
+    longest = int(piece.output_tokens[piece.led_in :].max())
+    assert (found.gate.max_output_tokens or 0) < longest
+
+
+@pytest.mark.parametrize("answer_of", [a_gate, a_warm_gate])
+def test_who_suffers_adds_up_to_who_was_turned_away(
+    answer_of: Callable[[], GateAnswer],
+) -> None:
+    answer = answer_of()
     heavy = answer.loads[-1].gated
     for what in ("prompt", "answer"):
         groups = [group for group in answer.affected if group.what == what]

@@ -1,7 +1,9 @@
 """What clients of a server should hold to: connections, time-outs, retries, and their prompts.
 
 By a replay of the traffic in the shadow, at the load of the workload's plan, and by its largest
-load at which the SLOs hold. What prompts could share follows from the hash ids alone.
+load at which the SLOs hold. What prompts could share follows from the hash ids alone. Of what
+comes before a window nothing is counted but who is still in flight in it, and what the cache
+has of it.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ import numpy as np
 
 from tuner.engine.limits import EngineLimits
 from tuner.errors import TooFewSamplesError
-from tuner.replay.loop import ReplayLog
 from tuner.replay.metrics import Measurement, good_requests, measure
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.timeline import Timelines
@@ -41,8 +42,8 @@ def advise(predictor: Predictor, limits: EngineLimits, workload: Workload) -> Cl
         requests come at one instant; ShadowError, UsageError.
     """
     plan, slos, pieces = workload.plan, workload.slos, workload.pieces
-    logs = [predictor.replay(piece, limits, plan) for piece in pieces]
-    now, flight = measure(logs, slos), in_flight(logs)
+    now = measure([predictor.replay(piece, limits, plan) for piece in pieces], slos)
+    flight = _in_flight(predictor, limits, pieces, plan)
     if flight.total_weight <= 0:
         raise TooFewSamplesError(
             "all requests come at one instant, so that how many clients have in flight while "
@@ -57,7 +58,7 @@ def advise(predictor: Predictor, limits: EngineLimits, workload: Workload) -> Cl
         if isinstance(found, Measurement) and found.capacity:
             most = found.capacity / pieces[0].load
             at = replace(plan, load=most)
-            there = in_flight([predictor.replay(piece, limits, at) for piece in pieces])
+            there = _in_flight(predictor, limits, pieces, at)
     return ClientAdvice(
         load=plan.load * pieces[0].load,
         in_flight=flight.mean().value,
@@ -70,24 +71,38 @@ def advise(predictor: Predictor, limits: EngineLimits, workload: Workload) -> Cl
     )
 
 
-def in_flight(logs: Sequence[ReplayLog]) -> WeightedSamples:
-    """Return how many requests were in flight for how long while requests came."""
+def _in_flight(
+    predictor: Predictor, limits: EngineLimits, pieces: Sequence[Trace], plan: ReplayPlan
+) -> WeightedSamples:
+    """Return how many requests are in flight for how long while those measured come.
+
+    With those of the lead-in that are still there, which a log leaves out.
+    """
     weights = np.zeros(1)
-    for log in logs:
-        held_s = _held_s(log.timelines)
+    for piece in pieces:
+        log = predictor.replay(_with_all_measured(piece), limits, plan)
+        held_s = _held_s(log.timelines, piece.lead_in_s)
         size = max(weights.size, held_s.size)
         weights = np.pad(weights, (0, size - weights.size))
         weights[: held_s.size] += held_s
     return WeightedSamples(np.arange(weights.size, dtype=np.float64), weights)
 
 
-def _held_s(line: Timelines) -> Floats:
+def _with_all_measured(piece: Trace) -> Trace:
+    if not piece.lead_in_s:
+        return piece
+    return replace(
+        piece, lead_in_s=0.0, recorded=piece.recorded and _with_all_measured(piece.recorded)
+    )
+
+
+def _held_s(line: Timelines, since_s: float) -> Floats:
     ends_s = np.where(line.completed, line.last_s, line.due_s)
     times_s = np.concatenate([line.due_s, ends_s])
     changes = np.repeat([1, -1], len(line))
     order = np.lexsort((changes, times_s))
     level = np.maximum(np.cumsum(changes[order])[:-1], 0)
-    times_s = np.minimum(times_s[order], line.due_s.max())
+    times_s = np.clip(times_s[order], since_s, line.due_s.max())
     held_s: Floats = np.bincount(level, np.diff(times_s)).astype(np.float64)
     return held_s
 
@@ -106,19 +121,19 @@ def _too_long(predictor: Predictor, limits: EngineLimits, workload: Workload) ->
 
 def _sharing(pieces: Sequence[Trace], plan: ReplayPlan, found: float) -> Sharing | None:
     """Return what prompts share; of several pieces, of the largest."""
-    piece = at_load(max(pieces, key=len), plan.load)
+    piece = at_load(max(pieces, key=lambda one: one.measured), plan.load)
     hashes, prompts = piece.hashes, piece.prompt_tokens
     if hashes is None or not hashes.ids.size:
         return None
     # What is found is of those that are measured; what came before may have had it.
     counts = piece.is_measured
-    possible = reused_tokens(hashes, prompts)[counts].sum() / prompts[counts].sum()
-    moved = moved_blocks(hashes)
+    reused = float(reused_tokens(hashes, prompts)[counts].sum())
+    moved, tokens = moved_blocks(hashes, piece.led_in), float(prompts[counts].sum())
     return Sharing(
-        possible=float(possible),
+        possible=reused / tokens,
         found=found,
-        moved=None if moved is None else moved * hashes.block_size / float(prompts.sum()),
-        prefixes=tuple(shared_prefixes(hashes)),
+        moved=None if moved is None else moved * hashes.block_size / tokens,
+        prefixes=tuple(shared_prefixes(hashes, piece.led_in)),
     )
 
 
@@ -127,15 +142,16 @@ def _rows_and_places(hashes: HashIds) -> tuple[Ints, Ints]:
     return rows, np.arange(hashes.ids.size) - np.repeat(hashes.offsets[:-1], hashes.counts)
 
 
-def moved_blocks(hashes: HashIds) -> int | None:
+def moved_blocks(hashes: HashIds, led_in: int = 0) -> int | None:
     """Return how many blocks an earlier row has, but behind another beginning.
 
-    None where the ids are chained, as no id has two blocks before it then.
+    Of all rows but the first `led_in`, which others may go on from. None where the ids are
+    chained, as no id has two blocks before it then.
 
     >>> moved_blocks(HashIds.from_rows([(1, 2, 3), (9, 2, 3)], 16))
     2
     """
-    _, places = _rows_and_places(hashes)
+    rows, places = _rows_and_places(hashes)
     before = np.where(places > 0, np.roll(hashes.ids, 1), -1)
     names, first, which = np.unique(hashes.ids, return_index=True, return_inverse=True)
     pairs = np.unique(np.column_stack([which, before]), axis=0)
@@ -143,20 +159,23 @@ def moved_blocks(hashes: HashIds) -> int | None:
         return None
     was_there = first[which] < np.repeat(hashes.offsets[:-1], hashes.counts)
     is_hit = places < np.repeat(hashes.leading_hits(), hashes.counts)
-    return int((was_there & ~is_hit).sum())
+    return int((was_there & ~is_hit & (rows >= led_in)).sum())
 
 
-def shared_prefixes(hashes: HashIds, most: int = PREFIXES) -> Iterator[Prefix]:
+def shared_prefixes(hashes: HashIds, led_in: int = 0) -> Iterator[Prefix]:
     """Yield the prefixes that spare most, none of them the beginning of another.
+
+    Of all rows but the first `led_in`.
 
     >>> next(shared_prefixes(HashIds.from_rows([(1, 2), (1, 2), (1, 3)], 16))).saved_tokens
     32
     """
-    rows, places = _rows_and_places(hashes)
-    _, first, counts = np.unique(hashes.ids, return_index=True, return_counts=True)
+    since = int(hashes.offsets[led_in])
+    rows, places = (column[since:] for column in _rows_and_places(hashes))
+    _, first, counts = np.unique(hashes.ids[since:], return_index=True, return_counts=True)
     row, depth = rows[first], places[first] + 1
     saved = (counts - 1) * depth * hashes.block_size
-    for _ in range(most):
+    for _ in range(PREFIXES if first.size else 0):
         at = int(np.lexsort((depth, saved))[-1])
         if saved[at] <= 0:
             return

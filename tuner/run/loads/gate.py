@@ -3,7 +3,8 @@
 Gates are replayed in the shadow, the same requests at each load. One gate has to serve all
 loads, since nobody changes it when a burst comes: of those that were tried it is the one that
 falls least behind the best at its worst load. Loads are judged by the requests within every
-SLO per second in which requests came; who is turned away, or cut off, is not among them.
+SLO per second in which requests came; who is turned away, or cut off, is not among them. What
+comes before a window meets the gate too, and is not counted anywhere.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tuner.replay.slo import Slo
 from tuner.replay.timeline import Outcome
 from tuner.run.context import Workload
 from tuner.run.drawing import FEW_DRAWS, Drawing, Replays
-from tuner.run.predict import Predictions, at_once
+from tuner.run.predict import Predictions, at_once, offered_per_s
 from tuner.search.race import CONFIDENCE
 from tuner.shadow.calibration import StatedError
 from tuner.shadow.predictor import Predictor
@@ -178,7 +179,7 @@ def find_gate(
     Raises: NoFeasibleConfigError if a gate would refuse everything; ShadowError where the
         simulator must not be relied on; UsageError if all requests come at one instant.
     """
-    if not any(piece.duration_s for piece in workload.pieces):
+    if not offered_per_s(workload.pieces):
         raise UsageError(
             "all requests come at one instant, and a gate is judged by seconds in which they "
             "came",
@@ -256,7 +257,7 @@ class _Search:
 
     def _ladders(self) -> Mapping[str, Sequence[Any]]:
         cap = self.limits.max_num_seqs
-        answers = np.concatenate([piece.output_tokens for piece in self.workload.pieces])
+        answers = np.concatenate([x.output_tokens[x.led_in :] for x in self.workload.pieces])
         longest = np.unique(np.quantile(answers, LONGEST).astype(np.int64)).tolist()
         bounds = [
             slo.bound_s for slo in self.workload.slos if slo.metric in ("ttft_s", "e2e_s")
@@ -333,6 +334,7 @@ class _Search:
         """Tell what becomes of a third of the requests each, by prompt and by answer."""
         plan = replace(self.workload.plan, load=load)
         traces = [piece.trace for piece in self._recorded.traffic_at(plan)]
+        traces = [trace.slice_rows(trace.is_measured) for trace in traces]
         before, _ = self._fates(None, load)
         good, outcome = self._fates(gate, load)
         for what in ("prompt", "answer"):
