@@ -22,17 +22,22 @@ from support.shadow_parts import a_shape
 from support.toy import ToyCosts, ToySource
 from support.toy_tune import CROWDED, job_on, write_trace
 from tuner.cli.commands import check as check_command
+from tuner.drift.baseline import read_baseline
 from tuner.drift.check import Checked, DriftVerdict, check, without_replay
 from tuner.drift.compare import drift_between
+from tuner.drift.retune import RetuneOptions
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
+from tuner.run.options import TuningOptions
+from tuner.run.start import aim_of
 from tuner.search.space import Reach
 from tuner.shadow.profiles import Profile, write_profile
 from tuner.shadow.step_model import StepModel
 from tuner.traffic.formats import ReadOptions, read_traces
 from tuner.traffic.prefixes import HashIds, offsets_of
 from tuner.traffic.sketch import TRAFFIC_FILE, sketch_of, write_sketch
-from tuner.traffic.traces import Trace
+from tuner.traffic.traces import LoadModel, Trace
+from tuner.traffic.windows import Window, parse_window
 
 BEFORE, TODAY = (busy_traffic(seed, minutes=4, per_s=1.5, output=30.0) for seed in (0, 1))
 
@@ -111,6 +116,22 @@ def test_with_too_little_data_nothing_is_asked_of_the_shadow() -> None:
     found = without_replay(drift, EngineLimits(2, 2048))
     assert found is not None
     assert (found.verdict, found.exit_code) == (DriftVerdict.TOO_LITTLE, 0)
+
+
+@pytest.mark.parametrize(
+    ("load_model", "in_flight", "lead_in_s"),
+    [(LoadModel.OPEN, None, 20.0), (LoadModel.CLOSED, 4, 0.0)],
+)
+def test_a_window_of_new_traffic_begins_as_warm_as_where_it_is_tuned_for(
+    load_model: LoadModel, in_flight: int | None, lead_in_s: float, tmp_path: Path
+) -> None:
+    baseline, chosen = read_baseline(a_kept_profile(tmp_path)), parse_window("60s:120s")
+    options = RetuneOptions(window=chosen, load_model=load_model, concurrency=in_flight)
+    tuning = TuningOptions(TODAY, window=chosen, load_model=load_model, concurrency=in_flight)
+    aim = options.aim(baseline, TODAY)
+    assert aim.window == aim_of(tuning, TODAY).window == Window(60.0, 120.0, lead_in_s)
+    retune, _ = a_retune(EngineLimits(2, 2048), CROWDED, 0.03)
+    assert retune.rank(TODAY, aim).workload.requests == len(TODAY.between(60.0, 120.0))
 
 
 def run_check(*arguments: str) -> int:

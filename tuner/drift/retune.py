@@ -12,7 +12,7 @@ from tuner.run.context import Workload
 from tuner.run.drawing import FEW_DRAWS, decide, draw
 from tuner.run.inputs import Config, ReplaySettings, engine_of_profile, fit_lengths
 from tuner.run.predict import Predictions, predict, predict_more
-from tuner.search.budget import Aim
+from tuner.search.budget import Aim, asked_window
 from tuner.search.objective import Objective
 from tuner.search.posterior import Draws
 from tuner.search.race import RaceDecision
@@ -73,11 +73,12 @@ class RetuneOptions(ReplaySettings):
 
     def aim(self, baseline: Baseline, trace: Trace) -> Aim:
         """Return what is aimed at on this trace. Raises: UsageError, TraceError."""
+        plan = self.plan(trace)
         return Aim(
             self.objective or baseline.objective,
             self.slos or baseline.slos,
-            self.plan(trace),
-            None if self.window is None else self.window.resolve(trace),
+            plan,
+            asked_window(self.window, trace, plan),
         )
 
 

@@ -29,6 +29,7 @@ from tuner.run.loads.surface import LATENCIES, AtLoad, Reached, Surface
 from tuner.search.objective import is_rate
 from tuner.shadow.profiles import Profile
 from tuner.traffic.traces import Trace
+from tuner.traffic.windows import Window
 
 CURRENT, BEST, HOLDS = "current", "best", "holds"
 _UNSUSTAINED, _BREAKS = "unsustained", "breaks"
@@ -318,6 +319,10 @@ def _row(load: float, reached: Reached, metrics: Sequence[str]) -> tuple[Cell, .
     return (number(load, times(load)), *limits, *_figures(reached, metrics))
 
 
+def _lead_in(window: Window) -> str:
+    return f", after {window.lead_in_s:.2g} s to warm up" if window.lead_in_s else ""
+
+
 def _sources(explored: Explored) -> Section:
     """Return what the predictions rest on."""
     surface, profile, trace = explored.surface, explored.profile, explored.trace
@@ -334,7 +339,7 @@ def _sources(explored: Explored) -> Section:
         "stated error": percent(surface.error.wrong_ratio),
         "scheduler": _scheduler(surface, profile),
         "trace": f"{trace.source}, {counted(len(trace), 'request')}",
-        "window": f"{plain(window.start_s)} s to {plain(window.end_s)} s",
+        "window": f"{plain(window.start_s)} s to {plain(window.end_s)} s{_lead_in(window)}",
         "trace SHA-256": trace.sha256,
         "load model": f"{plan.load_model} loop",
         "objective": explored.objective,

@@ -39,7 +39,7 @@ from tuner.run.sessions.live import AnySession, Session
 from tuner.run.sessions.shadow import ShadowSession
 from tuner.run.stored import RunRecord, StoredOptions
 from tuner.run.trial_runner import TrialRunner
-from tuner.search.budget import Aim, Budget, warmed
+from tuner.search.budget import Aim, Budget, asked_window
 from tuner.search.objective import make_scoring
 from tuner.search.space import PAST_LADDER, SearchSpace, search_space
 from tuner.shadow.calibration import StatedError
@@ -175,11 +175,8 @@ def aim_of(options: TuningOptions, trace: Trace) -> Aim:
     Raises: UsageError, TraceError; TooFewSamplesError where the trace, or the window that was
         asked for, cannot carry it.
     """
-    chosen, slos = options.window_choice, tuple(options.slos)
-    plan = options.plan(trace)
-    window = None
-    if chosen is not None:
-        window = warmed(chosen.resolve(trace)).led_in_by(plan.most_lead_in_s)
+    slos, plan = tuple(options.slos), options.plan(trace)
+    window = asked_window(options.window_choice, trace, plan)
     requests = (trace if window is None else window.of(trace)).measured
     make_scoring(options.objective, slos, requests)
     return Aim(options.objective, slos, plan, window, options.confidence)

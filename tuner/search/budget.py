@@ -14,7 +14,7 @@ from tuner.replay.slo import Slo
 from tuner.search.objective import Objective
 from tuner.search.race import CONFIDENCE
 from tuner.traffic.traces import Trace
-from tuner.traffic.windows import Window, busiest, typical, whole
+from tuner.traffic.windows import Window, WindowChoice, busiest, typical, whole
 
 # How many replays a whole run takes, measured on the sample traces: about fourteen to search
 # and sixteen to race.
@@ -104,6 +104,19 @@ def choose_windows(
 def warmed(window: Window) -> Window:
     """Return the window with a lead-in as long as a request may live in one of that length."""
     return window.with_lead_in(window.length_s / LIFETIMES)
+
+
+def asked_window(choice: WindowChoice | None, trace: Trace, plan: ReplayPlan) -> Window | None:
+    """Return the window that was asked for, begun warm; None where none was.
+
+    In a closed loop it begins as it is, and so does all of a trace. A session that goes on from
+    before the lead-in begins with the first of its turns that is replayed.
+
+    Raises: TraceError, UsageError.
+    """
+    if choice is None:
+        return None
+    return warmed(choice.resolve(trace)).led_in_by(plan.most_lead_in_s)
 
 
 def shorter_window(trace: Trace, windows: tuple[Window, ...], ratio: float) -> Window | None:

@@ -52,6 +52,22 @@ def test_the_table_says_what_json_does(
     assert sum(" tokens" in line and "%" in line for line in lines) == len(told["affected"])
 
 
+def test_a_window_begins_as_warm_as_a_replay_with_a_lead_in(
+    command: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Who comes first waits behind who came before, without a gate."""
+    window = ["--window", "3s:6s", "--json"]
+    assert run([*command, *SLO, *window, "--loads", "1"]) == 0
+    (found,) = json.loads(capfd.readouterr().out)["loads"]
+    files = command[1 : command.index("--loads")]
+    assert run(["replay", "--engine", "shadow", *files, *window, "--lead-in", "1s"]) == 0
+    wanted = json.loads(capfd.readouterr().out)
+    assert wanted["offered"] == found["without"]["offered"] == found["with_gate"]["offered"]
+    assert found["offered_per_s"] == wanted["offered_per_s"]
+    assert wanted["ttft_s"]["p50"] > 1.0
+    assert found["without"]["slo_attainment_ratio"] == 0.0
+
+
 def test_a_gate_is_written_where_it_is_asked_for(
     command: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -65,6 +65,24 @@ def test_the_table_shows_what_both_reach_at_every_load_of_a_range(
         assert ("not sustained" in line) is not (best["sustained"] and current["sustained"])
 
 
+@pytest.mark.parametrize("command", ["plan", "explore"])
+def test_a_window_begins_as_warm_as_a_replay_with_a_lead_in(
+    command: str, files: tuple[str, str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A third of it comes before it; but not in a closed loop, where there is none."""
+    words = ["--profile", files[0], "--trace", files[1], "--force-profile", "--json"]
+    words += ["--window", "4s:7s"]
+    closed = ["--load-model", "closed", "--concurrency", "6"]
+    for more, lead_in in (([], ["--lead-in", "1s"]), (closed, [])):
+        assert run([command, *words, *more, "--loads", "1", "--max-num-seqs", "4"]) == 0
+        (found,) = json.loads(capfd.readouterr().out)["loads"]
+        assert run(["replay", "--engine", "shadow", *words, *more, *lead_in]) == 0
+        wanted = json.loads(capfd.readouterr().out)
+        assert found["at_current"]["e2e_s"]["p50"] == wanted["e2e_s"]["p50"]
+        for name in ("offered", "offered_per_s", "utilisation"):
+            assert found["at_current"][name] == wanted[name]
+
+
 def test_loads_are_told_as_multiples_of_the_recorded_one_also_of_traffic_at_another(
     files: tuple[str, str], capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,7 +26,7 @@ from tuner.replay.slo import Slo
 from tuner.run.context import Workload
 from tuner.run.inputs import engine_of_profile
 from tuner.run.loads.gate import GateAnswer, GatedLoad, find_gate, goodput_per_s
-from tuner.search.budget import Aim
+from tuner.search.budget import Aim, asked_window
 from tuner.search.objective import Objective
 from tuner.shadow.predictor import Predictor
 
@@ -105,9 +105,10 @@ def _found(options: GateOptions) -> GateAnswer:
     predictor = Predictor(profile, seed=options.traffic.seed)
     if remark := predictor.info(limits).remark:
         say(remark)
-    aim = Aim(Objective.GOODPUT, options.slos, options.traffic.plan(trace), None)
-    workload = Workload.of("traffic", trace, (options.traffic.window_of(trace),), aim)
-    return find_gate(predictor, limits, workload, options.loads, say)
+    plan = options.traffic.plan(trace)
+    window = asked_window(options.traffic.window, trace, plan)
+    aim = Aim(Objective.GOODPUT, options.slos, plan, window)
+    return find_gate(predictor, limits, Workload.of_whole(trace, aim), options.loads, say)
 
 
 def _table(answer: GateAnswer) -> Iterator[str]:

@@ -16,7 +16,7 @@ from tuner.run.context import Workload
 from tuner.run.inputs import engine_of_profile
 from tuner.run.knobs.known import check_has
 from tuner.run.loads.surface import Surface, predict_surface
-from tuner.search.budget import Aim
+from tuner.search.budget import Aim, asked_window
 from tuner.search.objective import Objective
 from tuner.search.space import DEFAULT_LADDER, PAST_LADDER, search_space
 from tuner.shadow.predictor import Predictor
@@ -92,10 +92,14 @@ class LoadsOptions:
         return retune.predictor.as_deployed(), retune.space.current, workload
 
     def _read(self, source: ProfiledEngine) -> tuple[Trace, Retune, Workload]:
+        """Return the trace, what predicts it, and the window that was asked for, or all.
+
+        At another load what leads in to a window is multiplied with it, as for a capacity.
+        """
         traffic = self.traffic.read(max(self.ladder) * PAST_LADDER)
         announce(traffic, shadow=self.shadow)
         trace, retune = self.retune(source, traffic.trace, self.loads[-1])
-        window = self.traffic.window_of(trace)
+        window = asked_window(self.traffic.window, trace, self.traffic.plan(trace))
         if remark := retune.predictor.info(retune.space.current).remark:
             say(remark)
-        return trace, retune, Workload.of("traffic", trace, (window,), self.aim(trace))
+        return trace, retune, Workload.of_whole(trace, self.aim(trace, window))

@@ -188,7 +188,10 @@ def _advice(at: AtLoad, best: Reached, current: Reached) -> str:
 
 
 def _fleet(inputs: LoadsOptions, source: ProfiledEngine, aim: FleetAim) -> FleetPlan:
-    """Return how many replicas serve the traffic, and how. Raises: TunerError."""
+    """Return how many replicas serve the traffic, and how; it begins when they do, empty.
+
+    Raises: TunerError.
+    """
     check_named(inputs.traffic.files)
     recorded = inputs.traffic.part_of(inputs.traffic.reading.read(inputs.traffic.files))
     trace, retune = inputs.retune(source, recorded, 1.0)
