@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.toy import ToyCosts, ToySource
-from support.traffic import replay_toy, steady
+from support.traffic import a_trace, replay_toy, steady
 from tuner.engine.limits import EngineLimits
 from tuner.replay.metrics import levels
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.series import ReplayTimelines, SavedTimelines, timeline_record
+from tuner.traffic.traces import Turns
 
 
 @settings(max_examples=25, deadline=None)
@@ -36,6 +40,17 @@ def test_a_timeline_keeps_every_count_and_every_mean(
     assert sum(made.running) * made.bin_s == pytest.approx(held_s, rel=1e-3)
     pairs = zip(made.kv_usage_ratio, made.kv_peak_ratio, strict=True)
     assert all(usage <= peak for usage, peak in pairs)
+
+
+def test_a_timeline_begins_with_its_window_also_where_a_turn_came_before() -> None:
+    """The turn was recorded in it; this engine is faster than the recorded one."""
+    turns = Turns(np.array([-1, 0, -1]), np.array([0.0, 0.5, 0.0]))
+    warm = replace(a_trace([0.0, 5.0, 6.0]), turns=turns, lead_in_s=4.0)
+    log = replay_toy(warm, EngineLimits(4, 64), plan=ReplayPlan(keep_steps=True))
+    assert log.timelines.due_s[0] < -3.0
+    made = timeline_record(log)
+    assert made.start_s == 0.0
+    assert sum(made.arrivals) == 2
 
 
 def test_a_timeline_replaces_the_one_of_the_same_limits_and_engine() -> None:

@@ -85,6 +85,9 @@ def log_of(
 ) -> ReplayLog:
     """Return the log of a replay that has ended, without its lead-in.
 
+    Of requests it holds those that were recorded after it, also one that a fast engine has
+    begun by then; of steps, and of the gaps between tokens, those that came after it.
+
     Raises: ReplayError if nothing was due after the lead-in.
     """
     lead_in_s, is_closed = trace.lead_in_s, plan.load_model is LoadModel.CLOSED

@@ -91,7 +91,8 @@ def timeline_record(log: ReplayLog, most_points: int = MAX_POINTS) -> TimelineRe
     line = log.timelines
     never = (line.outcome == int(Outcome.UNFINISHED)) & np.isnan(line.sent_s)
     due_s = line.due_s[~never & (line.due_s <= log.clock_s)]
-    start_s = float(due_s.min()) if due_s.size else 0.0
+    # One that follows an answer may be sent before the lead-in is over.
+    start_s = max(0.0, float(due_s.min())) if due_s.size else 0.0
     span_s = max(log.clock_s - start_s, 1e-6)
     bin_s = round_width(span_s / most_points)
     bins = max(1, math.ceil(span_s / bin_s - 1e-9))
