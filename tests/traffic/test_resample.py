@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from support.traffic import a_trace, steady
 from tuner.errors import TooFewSamplesError, UsageError
+from tuner.stats import Ints
 from tuner.traffic.prefixes import HashIds
 from tuner.traffic.resample import Resampler, at_load, sessions_of
 from tuner.traffic.traces import TooLong, Trace, Turns
@@ -214,6 +215,32 @@ def test_the_smallest_load_of_a_warm_window_measures_something(requests: int) ->
     warm = replace(steady(requests, per_s=1.0), lead_in_s=requests / 2)
     one = at_load(warm, 1 / 64)
     assert len(one) == one.measured == 1
+
+
+@pytest.mark.parametrize("load", [2, 3, 4.5])
+def test_a_peak_at_another_load_is_so_many_times_itself(load: float) -> None:
+    """And not mixed with the calm that leads in to it."""
+    calm_s, peak_s = steady(90, per_s=1.0).due_s, 100.0 + steady(800, per_s=8.0, seed=1).due_s
+    warm = replace(a_trace(np.concatenate([calm_s, peak_s]), 10, 20), lead_in_s=100.0)
+    scaled = at_load(warm, load)
+    assert scaled.measured == pytest.approx(load * warm.measured, rel=0.01)
+    assert scaled.led_in == pytest.approx(load * warm.led_in, rel=0.1)
+    if load == round(load):
+        alone = at_load(warm.between(100.0, 1000.0), load)
+        np.testing.assert_allclose(scaled.due_s[scaled.led_in :] - 100.0, alone.due_s)
+
+
+def test_a_copy_s_turn_that_goes_on_from_a_lead_in_comes_when_it_is_due() -> None:
+    warm = replace(chats(60, 4), lead_in_s=100.0)
+    double = at_load(warm, 2)
+    assert warm.turns is not None
+    assert double.turns is not None
+
+    def across(trace: Trace, after: Ints) -> int:
+        return int((after[trace.led_in :] < trace.led_in)[after[trace.led_in :] >= 0].sum())
+
+    assert across(double, double.turns.after) == across(warm, warm.turns.after) > 0
+    assert double.measured == 2 * warm.measured
 
 
 def test_other_traffic_of_a_window_after_a_silence_is_in_the_window() -> None:

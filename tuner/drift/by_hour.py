@@ -85,7 +85,8 @@ def parse_offset(text: str) -> float:
 def hours_of(trace: Trace, offset_s: float = 0.0) -> list[Hour]:
     """Return the hours of day that the trace holds, with the stretches to replay.
 
-    Hours of single dates with too few requests are left out.
+    Hours of single dates with too few requests are left out. Each begins empty, as after the
+    restart that switches configurations, and lasts for many lives of a request.
 
     Raises: UsageError if the trace's clock is not the calendar's.
     """

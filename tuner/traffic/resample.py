@@ -35,6 +35,9 @@ def at_load(trace: Trace, load: float) -> Trace:
     in the cache. A recorded number in flight is multiplied. More of a part is more of what it
     is a part of: a few sessions copied often have no bursts but their own.
 
+    What leads in to a window goes round apart from it, so that a peak is so many times itself.
+    A turn of a copy that goes on from the lead-in comes when it is due, as after a cut.
+
     Raises: UsageError if load is not above 0.
     """
     if not (math.isfinite(load) and load > 0):
@@ -215,12 +218,24 @@ def _period_s(due_s: Floats) -> float:
 
 def _shifted(trace: Trace, rows: Ints, place: int, copies: int) -> Floats:
     """Return when the rows of one copy are due: later by its place, and round at the end."""
-    due_s, first_s, period_s = trace.due_s, float(trace.due_s[0]), _period_s(trace.due_s)
+    before_s, due_s = np.split(trace.due_s, [trace.led_in])
+    sides = [_went_round(before_s, place, copies, trace.lead_in_s)] if trace.led_in else []
+    if trace.measured:
+        sides.append(_went_round(due_s, place, copies, math.inf))
+    shifted: Floats = np.concatenate(sides)[rows]
+    return shifted
+
+
+def _went_round(due_s: Floats, place: int, copies: int, end_s: float) -> Floats:
+    """Return due times of a copy, later by its place, and all before an end."""
+    first_s = float(due_s[0])
+    period_s = min(_period_s(due_s), end_s - first_s)
     shift_s = place * min(SHIFT_S, period_s / copies)
     if period_s <= 0 or shift_s <= 0:
-        return due_s[rows]
-    shifted: Floats = first_s + (due_s[rows] - first_s + shift_s) % period_s
-    return shifted
+        return due_s
+    shifted = first_s + (due_s - first_s + shift_s) % period_s
+    before_end: Floats = np.minimum(shifted, np.nextafter(end_s, 0.0))
+    return before_end
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +289,7 @@ class _Copies:
             hashes=self._own_hashes(rows, number),
             e2e_s=None if trace.e2e_s is None else trace.e2e_s[rows],
             ttft_s=None if trace.ttft_s is None else trace.ttft_s[rows],
-            turns=_turns_of_copies(trace.turns, rows, number, due_s),
+            turns=_turns_of_copies(trace.turns, rows, number, due_s, trace.led_in),
             request_ids=_names(trace.request_ids, rows, number),
             priorities=None if trace.priorities is None else trace.priorities[rows],
             recorded=None,
@@ -294,14 +309,18 @@ class _Copies:
 
 
 def _turns_of_copies(
-    turns: Turns | None, rows: Ints, number: Ints, due_s: Floats
+    turns: Turns | None, rows: Ints, number: Ints, due_s: Floats, led_in: int
 ) -> Turns | None:
-    """Return the turns within each copy; the request that now comes first waits for none."""
+    """Return the turns within each copy; the request that now comes first waits for none.
+
+    Nor does one that is measured for one of the lead-in, but as it was recorded.
+    """
     if turns is None:
         return None
     place = np.full((int(number.max()) + 1, len(turns)), -1, dtype=np.int64)
     place[number, rows] = np.arange(rows.size)
     after = turns.after[rows]
+    after[(number > 0) & (rows >= led_in) & (after < led_in)] = -1
     waits = after >= 0
     after[waits] = place[number[waits], after[waits]]
     is_wrapped = (after >= 0) & (due_s[after] > due_s)
