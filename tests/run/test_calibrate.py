@@ -17,6 +17,9 @@ from tuner.engine.steps import StepLog
 from tuner.errors import ShadowError, TooFewSamplesError
 from tuner.replay.plan import ReplayPlan
 from tuner.run.calibrate import calibration_settings
+from tuner.run.rounds import predicted_part
+from tuner.search.budget import Aim, warmed
+from tuner.search.objective import Objective
 from tuner.search.space import TOKEN_BUDGETS, SearchSpace
 from tuner.shadow.calibration import (
     LARGEST_ERROR_RATIO,
@@ -27,6 +30,8 @@ from tuner.shadow.calibration import (
 )
 from tuner.shadow.profiles import KvStart, Profile
 from tuner.shadow.step_model import FitError, StepModel
+from tuner.traffic.resample import at_load
+from tuner.traffic.windows import Window
 
 CEILING = EngineLimits(512, 16384)
 
@@ -52,6 +57,16 @@ def test_settings_are_few_distinct_startable_and_none_that_was_replayed(
     for limits in found:
         assert limits.within(space.ceiling)
         assert limits.max_num_batched_tokens >= limits.max_num_seqs
+
+
+@pytest.mark.parametrize("load", [1.0, 2.0])
+def test_calibrating_on_a_window_of_thinned_traffic_is_on_its_lead_in_too(load: float) -> None:
+    """More of it is more of what it is a part of; rows of a block are those of the replay."""
+    thinned, window = at_load(steady(400, 4.0), 0.5), warmed(Window(40.0, 70.0))
+    part = predicted_part(thinned, Aim(Objective.BALANCED, (), ReplayPlan(), window))
+    loaded = at_load(part, load)
+    assert loaded.measured == len(loaded)
+    assert float(loaded.due_s[0]) < window.lead_in_s
 
 
 def test_settings_are_spread_over_caps_and_budgets() -> None:

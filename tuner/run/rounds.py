@@ -84,7 +84,7 @@ def workloads_of(one: Round, trace: Trace, aim: Aim) -> list[Workload]:
 
 def predicted_part(trace: Trace, aim: Aim) -> Trace:
     """Return what is predicted of a trace at the load that is aimed at, its lead-in too."""
-    part = trace if aim.window is None else replace(aim.window.of(trace), lead_in_s=0.0)
+    part = trace if aim.window is None else aim.window.of(trace).all_measured()
     return at_load(part, aim.plan.load)
 
 

@@ -340,6 +340,13 @@ class Trace:
         """How many requests are due after the lead-in."""
         return len(self) - self.led_in
 
+    def all_measured(self) -> Trace:
+        """Return the trace with its lead-in measured too, as also what it is a part of."""
+        if not self.lead_in_s:
+            return self
+        whole = self.recorded
+        return replace(self, lead_in_s=0.0, recorded=whole and whole.all_measured())
+
     def between(self, start_s: float, end_s: float, lead_in_s: float = 0.0) -> Trace:
         """Return the requests due in [start_s, end_s), after the lead-in that time begins with.
 

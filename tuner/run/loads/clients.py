@@ -80,20 +80,12 @@ def _in_flight(
     """
     weights = np.zeros(1)
     for piece in pieces:
-        log = predictor.replay(_with_all_measured(piece), limits, plan)
+        log = predictor.replay(piece.all_measured(), limits, plan)
         held_s = _held_s(log.timelines, piece.lead_in_s)
         size = max(weights.size, held_s.size)
         weights = np.pad(weights, (0, size - weights.size))
         weights[: held_s.size] += held_s
     return WeightedSamples(np.arange(weights.size, dtype=np.float64), weights)
-
-
-def _with_all_measured(piece: Trace) -> Trace:
-    if not piece.lead_in_s:
-        return piece
-    return replace(
-        piece, lead_in_s=0.0, recorded=piece.recorded and _with_all_measured(piece.recorded)
-    )
 
 
 def _held_s(line: Timelines, since_s: float) -> Floats:
