@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -294,7 +294,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 def write_sketch(path: Path, sketch: TrafficSketch) -> None:
     """Write the sketch whole or not at all. Raises: UsageError if it cannot be written."""
-    content = msgspec.json.encode(_in_file(sketch)) + b"\n"
+    content = msgspec.json.encode(_in_file(sketch), enc_hook=_as_lists) + b"\n"
     write_atomic(path, content, hint="free space there")
 
 
@@ -312,67 +312,44 @@ def read_sketch(path: Path) -> TrafficSketch:
         raise UsageError(f"{path} is damaged: {error}", hint) from error
 
 
-def _in_file(sketch: TrafficSketch) -> _File:
-    finite = np.isfinite(sketch.resolution_s)
-    return _File(
-        schema=SCHEMA,
-        source=sketch.source,
-        sha256=sketch.sha256,
-        requests=sketch.requests,
-        duration_s=sketch.duration_s,
-        is_closed=sketch.is_closed,
-        sampled_from=sketch.sampled_from,
-        resolution_s=sketch.resolution_s if finite else None,
-        block_s=sketch.block_s,
-        counts=sketch.counts.tolist(),
-        prompt_sum=sketch.prompt_sum.tolist(),
-        output_sum=sketch.output_sum.tolist(),
-        prompt=_rows(sketch.prompt),
-        output=_rows(sketch.output),
-        in_flight=_rows(sketch.in_flight),
-        bursts={
-            f"{scale_s:g}": _Bursts(
-                found.windows.astype(int).tolist(),
-                found.requests.astype(int).tolist(),
-                np.round(found.variance, 3).tolist(),
-            )
-            for scale_s, found in sketch.bursts.items()
-        },
-        held=None
-        if sketch.held is None
-        else {f"{lookback_s:g}": held.tolist() for lookback_s, held in sketch.held.items()},
-    )
+def _in_file(sketch: TrafficSketch) -> dict[str, Any]:
+    """Return what stands in the file; JSON has no infinity, msgspec writes null for it."""
+    plain = {part.name: getattr(sketch, part.name) for part in fields(sketch)}
+    bursts = {
+        f"{scale_s:g}": Bursts(
+            found.windows.astype(np.int64),
+            found.requests.astype(np.int64),
+            np.round(found.variance, 3),
+        )
+        for scale_s, found in sketch.bursts.items()
+    }
+    held = {f"{lookback_s:g}": sums for lookback_s, sums in (sketch.held or {}).items()}
+    plain |= {"bursts": bursts, "held": None if sketch.held is None else held}
+    return {"schema": SCHEMA, **plain}
+
+
+def _as_lists(array: Any) -> Any:  # noqa: ANN401 - a table or a column, and what it holds
+    return _rows(array) if array.ndim == 2 else array.tolist()
 
 
 def _from_file(content: _File) -> TrafficSketch:
     """Return the sketch. Raises: ValueError if a column is not as long as the others."""
-    blocks = len(content.counts)
-
-    def column(name: str, values: list[int]) -> Ints:
-        return _checked(name, np.array(values, dtype=np.int64), blocks)
-
-    return TrafficSketch(
-        source=content.source,
-        sha256=content.sha256,
-        requests=content.requests,
-        duration_s=content.duration_s,
-        is_closed=content.is_closed,
-        sampled_from=content.sampled_from,
-        resolution_s=np.inf if content.resolution_s is None else content.resolution_s,
-        block_s=content.block_s,
-        counts=column("counts", content.counts),
-        prompt_sum=column("prompt_sum", content.prompt_sum),
-        output_sum=column("output_sum", content.output_sum),
-        prompt=_read_table("prompt", content.prompt, blocks, len(EDGES)),
-        output=_read_table("output", content.output, blocks, len(EDGES)),
-        in_flight=_read_table("in_flight", content.in_flight, blocks, len(LEVEL_EDGES)),
-        bursts={
-            float(scale): _read_bursts(rows, blocks) for scale, rows in content.bursts.items()
-        },
-        held=None
-        if content.held is None
-        else {float(lookback): column("held", rows) for lookback, rows in content.held.items()},
-    )
+    blocks, found = len(content.counts), msgspec.structs.asdict(content)
+    del found["schema"]
+    for name in ("counts", "prompt_sum", "output_sum"):
+        found[name] = _column(name, found[name], blocks)
+    for name, edges in (("prompt", EDGES), ("output", EDGES), ("in_flight", LEVEL_EDGES)):
+        found[name] = _read_table(name, found[name], blocks, len(edges))
+    if content.resolution_s is None:
+        found["resolution_s"] = math.inf
+    found["bursts"] = {
+        float(scale): _read_bursts(rows, blocks) for scale, rows in content.bursts.items()
+    }
+    found["held"] = content.held and {
+        float(lookback): _column("held", rows, blocks)
+        for lookback, rows in content.held.items()
+    }
+    return TrafficSketch(**found)
 
 
 def _read_bursts(stored: _Bursts, blocks: int) -> Bursts:
@@ -388,7 +365,8 @@ def _floats(values: list[int] | list[float], blocks: int) -> Floats:
     return floats
 
 
-def _checked(name: str, counts: Ints, blocks: int) -> Ints:
+def _column(name: str, values: list[int], blocks: int) -> Ints:
+    counts = np.array(values, dtype=np.int64)
     if counts.shape != (blocks,) or counts.min(initial=0) < 0:
         raise ValueError(f"{name} must hold {blocks} blocks of 0 or more, got {counts.size}")
     return counts
