@@ -64,7 +64,7 @@ def test_a_fleet_has_as_many_replicas_as_its_busiest_stretch_needs() -> None:
     assert found.needed == {EIGHT: 3}
     fixed, by_stretch, scaled = found.ways
     assert (fixed.replicas, by_stretch.replicas) == (3, 3)
-    assert [one.wanted for one in by_stretch.stretches] == [1, 3, 1, 2]
+    assert [one.replicas for one in by_stretch.stretches] == [1, 3, 1, 2]
     assert fixed.gpu_hours == pytest.approx(2 * 3 * 401 / 3600, rel=0.01)
     assert fixed.cost == pytest.approx(3.0 * fixed.gpu_hours)
     assert [one.offered_per_s for one in fixed.stretches] == pytest.approx([6, 22, 6, 14], 0.01)
@@ -72,7 +72,7 @@ def test_a_fleet_has_as_many_replicas_as_its_busiest_stretch_needs() -> None:
     assert not by_stretch.breaks
     # Two more are on for the second and its start, one for the last.
     assert by_stretch.gpu_hours == pytest.approx(2 * (401 + 2 * 110 + 111) / 3600, rel=0.02)
-    assert by_stretch.within_ratio == pytest.approx(1.0, abs=0.01)
+    assert by_stretch.slo_attainment_ratio == pytest.approx(1.0, abs=0.01)
     assert scaled.autoscaler is not None
     assert scaled.gpu_hours < fixed.gpu_hours or scaled.breaks
 
@@ -80,7 +80,7 @@ def test_a_fleet_has_as_many_replicas_as_its_busiest_stretch_needs() -> None:
 def test_a_start_that_takes_longer_than_a_stretch_begins_before_the_trace() -> None:
     found = planned(traffic(6, 22, 6, 14), replace(AIM, start_s=120.0))
     _, by_stretch, _ = found.ways
-    assert [one.wanted for one in by_stretch.stretches] == [3, 3, 2, 2]
+    assert [one.replicas for one in by_stretch.stretches] == [3, 3, 2, 2]
     assert not by_stretch.breaks
 
 

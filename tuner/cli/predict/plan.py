@@ -246,7 +246,7 @@ def _fleet_lines(found: FleetPlan) -> list[str]:
     lines += [_way_line(way) for way in found.ways]
     lines += ["", f"{'from':>8}{'requests/s':>12}" + "".join(map(_head, found.ways))]
     for each in zip(*(way.stretches for way in found.ways), strict=True):
-        cells = "".join(f"{one.wanted:>8g}{one.within_ratio:>8.1%}" for one in each)
+        cells = "".join(f"{one.replicas:>8g}{one.slo_attainment_ratio:>8.1%}" for one in each)
         lines.append(f"{_instant(each[0].start_s):>8}{each[0].offered_per_s:>12.3g}{cells}")
     return lines
 
@@ -264,14 +264,14 @@ def _way_line(way: Way) -> str:
     target = "" if way.autoscaler is None else f"{way.autoscaler.target:.3g} in flight each; "
     return (
         f"{way.name:<12}{way.replicas:>6}{way.gpu_hours:>12.4g}{cost:>12}"
-        f"{way.within_ratio:>14.2%}  {target}{_broken(way.breaks, len(way.stretches))}"
+        f"{way.slo_attainment_ratio:>14.2%}  {target}{_broken(way.breaks, len(way.stretches))}"
     )
 
 
 def _broken(breaks: list[Stretch], of: int) -> str:
     if not breaks:
         return "nothing"
-    names = sorted({slo.name for one in breaks for slo in one.broken or ()})
+    names = sorted({slo for one in breaks for slo in one.broken or ()})
     return f"{', '.join(names)} in {len(breaks)} of {of} stretches"
 
 

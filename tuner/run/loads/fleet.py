@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Final
 
@@ -69,15 +69,15 @@ class FleetAim:
 class Stretch:
     """A stretch of the trace on a fleet: what it offers, and what came of it.
 
-    `wanted` is how many replicas were on in the mean; `broken` are the SLOs that do not hold,
-    None where too few requests came to judge by.
+    `replicas` is how many were on in the mean; `broken` names the SLOs that do not hold, None
+    where too few requests came to judge by.
     """
 
     start_s: float
     offered_per_s: float
-    wanted: float
-    within_ratio: float
-    broken: tuple[Slo, ...] | None
+    replicas: float
+    slo_attainment_ratio: float
+    broken: tuple[str, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,35 +91,14 @@ class Way:
     replicas: int
     gpu_hours: float
     cost: float | None
-    within_ratio: float
+    slo_attainment_ratio: float
+    autoscaler: Autoscaler | None
     stretches: tuple[Stretch, ...]
-    autoscaler: Autoscaler | None = None
 
     @property
     def breaks(self) -> list[Stretch]:
         """The stretches in which an SLO does not hold."""
         return [one for one in self.stretches if one.broken]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return for --json what the way is and what comes of it."""
-        return {
-            "name": self.name,
-            "replicas": self.replicas,
-            "gpu_hours": self.gpu_hours,
-            "cost": self.cost,
-            "slo_attainment_ratio": self.within_ratio,
-            "autoscaler": None if self.autoscaler is None else asdict(self.autoscaler),
-            "stretches": [
-                {
-                    "start_s": one.start_s,
-                    "offered_per_s": one.offered_per_s,
-                    "replicas": one.wanted,
-                    "slo_attainment_ratio": one.within_ratio,
-                    "broken": None if one.broken is None else [s.name for s in one.broken],
-                }
-                for one in self.stretches
-            ],
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +132,7 @@ class FleetPlan:
             "needed": [
                 {"limits": limits, "replicas": count} for limits, count in self.needed.items()
             ],
-            "ways": [way.as_json() for way in self.ways],
+            "ways": self.ways,
         }
 
 
@@ -381,12 +360,18 @@ class _Sizer:
                 start_s=self.aim.start_s,
             )
             log = self._simulate(prepared, limits, fleet)
-            tried.append(replace(self._way("autoscaled", log, ()), autoscaler=scaler))
+            tried.append(self._way("autoscaled", log, (), scaler))
             if not tried[-1].breaks:
                 break
         return min(tried, key=lambda way: (len(way.breaks), way.gpu_hours))
 
-    def _way(self, name: str, log: FleetLog, changes: Sequence[tuple[float, int]]) -> Way:
+    def _way(
+        self,
+        name: str,
+        log: FleetLog,
+        changes: Sequence[tuple[float, int]],
+        autoscaler: Autoscaler | None = None,
+    ) -> Way:
         hours = float(log.on_s.sum()) * self.aim.devices / 3600.0
         price = self.aim.gpu_hour_price
         whole_log = measure([log.log], self.aim.slos)
@@ -396,6 +381,7 @@ class _Sizer:
             hours,
             None if price is None else hours * price,
             whole_log.slo_attainment_ratio or 0.0,
+            autoscaler,
             tuple(self._stretches(log, changes)),
         )
 
@@ -419,12 +405,12 @@ class _Sizer:
             )
         return found
 
-    def _broken(self, measured: Measurement, count: int) -> tuple[Slo, ...] | None:
-        """Return what does not hold of those SLOs that so many requests can carry."""
+    def _broken(self, measured: Measurement, count: int) -> tuple[str, ...] | None:
+        """Name what does not hold of those SLOs that so many requests can carry."""
         carried = [slo for slo in self.aim.slos if slo.needed_samples <= count]
         if not carried or count < MIN_REQUESTS:
             return None
-        return tuple(slo for slo in carried if slo.is_broken_by(measured))
+        return tuple(slo.name for slo in carried if slo.is_broken_by(measured))
 
 
 def _mean_on(
