@@ -31,7 +31,7 @@ from tuner.run.knobs.records import (
 from tuner.run.predict import Predictions, capacity_per_s, predict, predict_more, scored
 from tuner.run.time_plan import RacePlan, cold_cost_s
 from tuner.run.trial_runner import TrialRunner
-from tuner.search.judging import LIKELY, TIE_LOSS
+from tuner.search.judging import TIE_LOSS, is_sure
 from tuner.search.objective import Objective, Score, Tier, moved
 from tuner.search.posterior import Draws
 from tuner.search.race import CONFIDENCE, Odds
@@ -113,13 +113,13 @@ def _advice(
     odds, metric, gain = None, turning.metric(before), None
     if changes:
         odds, metric, gain = turning.odds(limits, changes, before)
-    is_sure = odds is not None and turning.is_sure(odds)
+    is_turned = odds is not None and is_sure(odds)
     settings = {k: v for change in changes for k, v in change.values.items()}
     return KnobAdvice(
         metric=metric,
         before=before,
-        limits=limits if is_sure else before,
-        settings=settings if is_sure else {},
+        limits=limits if is_turned else before,
+        settings=settings if is_turned else {},
         gain_ratio=None if gain is None else gain.value - 1,
         gain_interval=None if gain is None else change_bounds(gain),
         p_better=None if odds is None else odds.p_better,
@@ -182,11 +182,6 @@ class _Turning:
         ours, theirs = self._draws(limits, changes), self._draws(before, ())
         return compare_engines(ours, theirs, self._predictor.seed, self._confidence)
 
-    def is_sure(self, odds: Odds) -> bool:
-        """Whether something is as surely better as is asked for."""
-        is_better = odds.p_better >= self._confidence and odds.p_elsewhere >= LIKELY
-        return is_better or odds.meets_more
-
     def place(self, limits: EngineLimits) -> Place:
         """Return where knobs are turned that are still as they were."""
         return Place(self._predictor, limits, self._found.workload.pieces)
@@ -203,7 +198,7 @@ class _Turning:
         odds, gain = None, None
         if is_gain:
             odds, metric, gain = self.odds(limits, [best], limits)
-        is_sure = odds is not None and self.is_sure(odds)
+        gains_surely = odds is not None and is_sure(odds)
         ratio = _ratio(scores[best], before)
         found = KnobFinding(
             knob=knob.name,
@@ -212,11 +207,11 @@ class _Turning:
             gain_ratio=gain.value - 1 if gain else None if ratio is None else ratio - 1,
             gain_interval=None if gain is None else change_bounds(gain),
             p_better=None if odds is None else odds.p_better,
-            is_recommended=is_sure and not knob.advice_only,
+            is_recommended=gains_surely and not knob.advice_only,
             says="",
             tried={c.text: _ratio(s, before) for c, s in scores.items()},
         )
-        says = _says(found, metric, knob, is_gain=is_gain, is_sure=is_sure)
+        says = _says(found, metric, knob, is_gain=is_gain, gains_surely=gains_surely)
         if knob.name == "kv-memory":
             says = self._kv_text(place, changes, scores, before)
         return replace(found, says=says)
@@ -295,13 +290,15 @@ class _Turning:
         return best.limits if best is not None and is_better else limits
 
 
-def _says(found: KnobFinding, metric: str, knob: Knob, *, is_gain: bool, is_sure: bool) -> str:
+def _says(
+    found: KnobFinding, metric: str, knob: Knob, *, is_gain: bool, gains_surely: bool
+) -> str:
     """Say what a knob does alone, and why it is left or turned."""
     gain = found.gain_ratio
     if not is_gain:
         return f"left as it is: {found.value}, the best other value, {_no_gain(metric, gain)}"
     text = gain_text(metric, gain, found.gain_interval, found.p_better)
-    if not is_sure:
+    if not gains_surely:
         return f"left as it is: {found.value} is not surely better: {text}"
     if knob.advice_only:
         return f"{found.value} would bring {text}; told, not set"
