@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Final, Protocol, Self
 
@@ -350,12 +350,7 @@ class StepRatio:
 
     def as_json(self) -> dict[str, Any]:
         """Return everything for --json."""
-        return {
-            "steps": self.steps,
-            "ratio": self.ratio,
-            "off_before": self.off_before,
-            "off_now": self.off_now,
-        }
+        return asdict(self)
 
     def lines(self) -> Iterator[str]:
         """Yield what was corrected for people."""

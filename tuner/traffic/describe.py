@@ -240,21 +240,9 @@ class TraceDescription:
 
     def as_json(self) -> dict[str, object]:
         """Return plain values for json, with the keys in the order of the terminal's lines."""
-        return {
-            "format": self.format,
-            "rows": self.rows,
-            "duration_s": self.duration_s,
-            "rate_per_s": self.rate_per_s,
-            "iat_cv": self.iat_cv,
-            "peak_1s": self.peak_1s,
-            "peak_60s": self.peak_60s,
-            "prompt_tokens": asdict(self.prompt_tokens),
-            "output_tokens": asdict(self.output_tokens),
-            "prefix_reuse_ratio": self.prefix_reuse_ratio,
-            "in_flight": asdict(self.in_flight),
-            "warnings": [asdict(warning) for warning in self.warnings],
-            "dropped": dict(self.dropped),
-        }
+        plain = asdict(self)
+        del plain["source"]
+        return plain
 
     def lines(self) -> list[str]:
         """Return the description as aligned plain text, one line per fact."""
