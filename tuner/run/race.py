@@ -114,36 +114,33 @@ class PredictedEvidence:
 
     def draws(self, count: int) -> Draws:
         """Return draws of the predictions, moved and spread by what the replays showed."""
-        return self.draws_of(self.settings(), count)
-
-    def draws_of(self, settings: Sequence[EngineLimits], count: int) -> Draws:
-        """Return draws of settings that were predicted, also of some that have not raced."""
-        trials = self._trials(settings)
-        failed = {t.limits for t in trials if t.score.tier is Tier.FAILED}
+        settings = self.settings()
+        failed = {t.limits for t in self._trials() if t.score.tier is Tier.FAILED}
         predictor, predictions = self.known.predictor, self.known.predictions
         outcomes = dict(predictions.outcomes)
         for limits in failed:
             outcomes[limits] = Failure("it failed in its live replay")
         predictions = replace(predictions, outcomes=outcomes)
-        unexplained = self._unexplained(settings)
+        unexplained = self._unexplained()
         return draw(predictor.as_deployed(), predictions, settings, count, unexplained)
 
-    def _trials(self, settings: Sequence[EngineLimits]) -> list[Trial]:
+    def _trials(self) -> list[Trial]:
+        settings = self.settings()
         return [
             trial
             for trial in self.plan.context.journal.records()
             if trial.phase is Phase.RACE and trial.limits in settings
         ]
 
-    def _unexplained(self, settings: Sequence[EngineLimits]) -> Effects:
+    def _unexplained(self) -> Effects:
         """Return how far off the predictions are beyond each replay's own speed."""
-        replays = []
-        for trial in self._trials(settings):
+        replays, settings = [], self.settings()
+        for trial in self._trials():
             if trial.is_whole and trial.number not in self._off:
                 self._off[trial.number] = self._off_by(trial)
             off = self._off.get(trial.number, math.nan)
             if math.isfinite(off):
-                replays.append((0, list(settings).index(trial.limits), off))
+                replays.append((0, settings.index(trial.limits), off))
         return Effects.of(len(settings), replays, UNEXPLAINED)
 
     def _off_by(self, trial: Trial) -> float:
@@ -162,7 +159,7 @@ class PredictedEvidence:
         mood of the machine is in none of it.
         """
         off: dict[tuple[EngineLimits, str], list[float]] = {}
-        for trial in self._trials(self.settings()):
+        for trial in self._trials():
             found = self._off.get(trial.number, math.nan)
             if math.isfinite(found):
                 off.setdefault((trial.limits, trial.score.own_metric), []).append(found)
