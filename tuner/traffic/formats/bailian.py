@@ -11,10 +11,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from tuner.traffic.formats.columns import Columns, ReadOptions, TimeUnit, TraceFormat
+from tuner.traffic.formats.columns import Columns, ReadOptions, TraceFormat
 from tuner.traffic.formats.jsonl import read_json_lines
 from tuner.traffic.formats.jsonl_rows import Dialect, Header
-from tuner.traffic.formats.native import settle
+from tuner.traffic.formats.native import in_seconds, settle
 
 BLOCK_SIZE = 16
 """Source: the files' names, qwen_trace*_blksz_16.jsonl."""
@@ -28,18 +28,12 @@ def matches(head: bytes) -> bool:
 
 def read(path: Path, options: ReadOptions) -> Columns:
     """Return the columns. Raises: TraceError that names the first wrong line."""
-    return read_json_lines(path, options, partial(_seconds, options))
+    usual = in_seconds(options, BLOCK_SIZE)
+    return read_json_lines(path, options, partial(_with_chats, usual))
 
 
-def _seconds(options: ReadOptions, row: dict[str, object], header: Header) -> Dialect:
-    dialect = settle(options, row, header)
-    return replace(
-        dialect,
-        clock="timestamp",
-        ticks_per_s=(options.time_unit or TimeUnit.SECONDS).ticks_per_s,
-        block_size=options.hash_block_size or BLOCK_SIZE,
-        has_chats=True,
-    )
+def _with_chats(options: ReadOptions, row: dict[str, object], header: Header) -> Dialect:
+    return replace(settle(options, row, header), clock="timestamp", has_chats=True)
 
 
 BAILIAN = TraceFormat(name="bailian", matches=matches, read=read)

@@ -17,6 +17,7 @@ import numpy as np
 
 from tuner.errors import TraceError
 from tuner.stats import Bools, Floats, Ints
+from tuner.traffic.concurrency import SECONDS_PER_OUTPUT_TOKEN
 from tuner.traffic.formats.columns import (
     Columns,
     Labels,
@@ -28,9 +29,6 @@ from tuner.traffic.formats.columns import (
 from tuner.traffic.formats.jsonl_rows import MAX_CLOCK, Dialect, Header, sift, take_header
 from tuner.traffic.prefixes import HashIds, counts_fit, offsets_of
 from tuner.traffic.traces import Turns, pauses_of
-
-# How long an unrecorded answer took: as `describe` estimates requests in flight.
-_SECONDS_PER_OUTPUT_TOKEN = 0.020
 
 Texts = tuple[str, ...] | None
 
@@ -178,11 +176,11 @@ def _chat_turns(
             after[row] = place.get(parent, -1)
         if chat:
             place[chat] = row
-    known_s = np.where(np.isnan(e2e_s), output * _SECONDS_PER_OUTPUT_TOKEN, e2e_s)
+    known_s = np.where(np.isnan(e2e_s), output * SECONDS_PER_OUTPUT_TOKEN, e2e_s)
     turns = pauses_of(after, arrived_s, known_s)
     message = (
         "answers have no recorded end: the pause before a next turn is counted from "
-        f"{_SECONDS_PER_OUTPUT_TOKEN * 1000:g} ms per output token"
+        f"{SECONDS_PER_OUTPUT_TOKEN * 1000:g} ms per output token"
     )
     return (turns, message) if turns.waiting else (None, "")
 

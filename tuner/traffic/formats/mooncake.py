@@ -1,6 +1,12 @@
 """Mooncake's published traces: whole milliseconds, and hash ids in blocks of 512 tokens.
 
-Source: kvcache-ai/Mooncake, FAST25-release/traces.
+The data set `timed_trace` of vLLM's own benchmark has the same keys, in seconds and blocks of
+16. Unit and block size are options of that benchmark, so nothing in a file tells it from
+Mooncake's: it has to be named, with --trace-format timed-trace.
+
+Source: kvcache-ai/Mooncake, FAST25-release/traces; vLLM vllm/benchmarks/datasets, TimedTrace:
+--timed-trace-sec-multiplier is 1 and --timed-trace-chunk-hash-size 16 unless given, as
+--time-unit and --hash-block-size here.
 """
 
 from __future__ import annotations
@@ -12,7 +18,7 @@ from pathlib import Path
 from tuner.traffic.formats.columns import Columns, ReadOptions, TraceFormat
 from tuner.traffic.formats.jsonl import read_json_lines
 from tuner.traffic.formats.jsonl_rows import Dialect, Header
-from tuner.traffic.formats.native import settle
+from tuner.traffic.formats.native import in_seconds, settle
 
 _NATIVE_ONLY = (
     *(b'"arrived_at_s"', b'"block_size"', b'"e2e_s"', b'"request_id"', b'"chat_id"'),
@@ -41,3 +47,13 @@ def _whole(options: ReadOptions, row: dict[str, object], header: Header) -> Dial
 
 
 MOONCAKE = TraceFormat(name="mooncake", matches=matches, read=read)
+
+TIMED_BLOCK_SIZE = 16
+
+
+def _read_timed(path: Path, options: ReadOptions) -> Columns:
+    usual = in_seconds(options, TIMED_BLOCK_SIZE)
+    return read_json_lines(path, options, partial(settle, usual))
+
+
+TIMED_TRACE = TraceFormat(name="timed-trace", matches=lambda _: False, read=_read_timed)

@@ -14,6 +14,7 @@ recording of concurrency in place of arrivals), `sampled_from`, `remarks`, `lack
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -53,6 +54,15 @@ def settle(options: ReadOptions, row: dict[str, object], header: Header) -> Dial
         ticks_per_s=(options.time_unit or usual).ticks_per_s,
         block_size=options.hash_block_size or given or MOONCAKE_BLOCK_SIZE,
         zero_is_fault=options.zero_output is ZeroOutput.REFUSE,
+    )
+
+
+def in_seconds(options: ReadOptions, block_size: int) -> ReadOptions:
+    """Return options that, where they leave it open, say seconds and blocks of such a size."""
+    return replace(
+        options,
+        time_unit=options.time_unit or TimeUnit.SECONDS,
+        hash_block_size=options.hash_block_size or block_size,
     )
 
 

@@ -24,13 +24,12 @@ from tuner.traffic.formats.columns import ReadOptions, TraceFormat, assemble, sh
 from tuner.traffic.formats.flat_spans import FLAT_SPANS
 from tuner.traffic.formats.in_flight import CONCURRENCY
 from tuner.traffic.formats.lengths_only import LENGTHS_ONLY
-from tuner.traffic.formats.mooncake import MOONCAKE
+from tuner.traffic.formats.mooncake import MOONCAKE, TIMED_TRACE
 from tuner.traffic.formats.native import NATIVE
 from tuner.traffic.formats.otlp import OTLP
 from tuner.traffic.formats.servegen import SERVEGEN
 from tuner.traffic.formats.sources import Source, expand, plain_file
 from tuner.traffic.formats.splitwise import SPLITWISE
-from tuner.traffic.formats.timed_trace import TIMED_TRACE
 from tuner.traffic.formats.vidur import VIDUR
 from tuner.traffic.formats.weka import WEKA
 from tuner.traffic.reshape import have_one_clock, merge, spread
