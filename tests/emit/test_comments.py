@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from support.result_parts import AROUND, CHANGE, CURRENT, GOAL, MEASURED, WINNER, made
+from support.result_parts import CHANGE, CURRENT, GIVEN, GOAL, MEASURED, WINNER, made
 from tuner.emit.comments import comments
 from tuner.errors import Caveat
-from tuner.run.outcome import make_outcome
+from tuner.run.outcome import RunFindings, make_outcome
 from tuner.run.result import ColdConfirmation
 from tuner.search.objective import Score, Tier
 from tuner.search.race import OTHER_TRAFFIC, UNFINISHED, Odds, RaceDecision, RaceVerdict
@@ -157,7 +157,7 @@ def test_what_is_predicted_has_both_of_its_intervals() -> None:
         Trial.of(n, limits, Phase.SHADOW, 0, Score(Tier.GOOD, 2.0, "e2e_p99"), MEASURED)
         for n, limits in enumerate((WINNER, CURRENT))
     ]
-    result = make_outcome(decision, CURRENT, GOAL, records, [], AROUND, "complete")
+    result = make_outcome(decision, GOAL, records, [], RunFindings(), GIVEN, "complete")
     told = "\n".join(comments(result, "best.yaml", "runs/x"))
     assert "(-20.0%, predicted, interval -22.0% … -18.0%)" in told
     assert "expected of e2e_p99: -20.0% (90% interval -25.0% … -15.0% over other" in told

@@ -5,20 +5,17 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from support.result_parts import MEASURED
-from support.traffic import a_trace
+from support.result_parts import MEASURED, WINDOWED, given
 from tuner.cli import run
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineInfo
-from tuner.errors import Caveat
 from tuner.redact import redacted
-from tuner.run.outcome import RunFindings, RunProvenance, make_outcome
+from tuner.run.outcome import RunFindings, make_outcome
 from tuner.run.result import RunResult
 from tuner.search.objective import Objective, Score, Scoring, Tier
 from tuner.search.race import RaceDecision, RaceVerdict
@@ -63,7 +60,6 @@ def an_outcome(
     state: str = "complete",
     device: str = "NVIDIA H200",
     version: str = "0.33.0",
-    **changed: Any,
 ) -> RunResult:
     """Return what came of an invented run."""
     info = EngineInfo(
@@ -71,16 +67,6 @@ def an_outcome(
         can_change_limits=True,
         asynchronous=False,
     )
-    values: dict[str, Any] = {
-        "trace": replace(a_trace([0.0, 1.0]), sha256=SHA256, source="prod.jsonl"),
-        "replayed_requests": 5985,
-        "window": "the whole trace, 60 min",
-        "current_source": "configuration",
-        "model": "Qwen/Qwen2.5-7B-Instruct",
-        "options": {},
-        "wall_s": 9.0,
-        "found": RunFindings(info=info, engine_starts=1),
-    }
     records = [
         Trial.of(
             0,
@@ -94,8 +80,15 @@ def an_outcome(
         for round_ in (0, 1, 2, 3)
     ]
     goal = Scoring(Objective.BALANCED, (), "p99")
-    around = RunProvenance(**values | changed)
-    return make_outcome(decision, CURRENT, goal, records, [Caveat.WINDOWED], around, state)
+    around = given(
+        CURRENT,
+        info,
+        source="prod.jsonl",
+        sha256=SHA256,
+        replayed_requests=5985,
+        window="the whole trace, 60 min",
+    )
+    return make_outcome(decision, goal, records, [WINDOWED], RunFindings(), around, state)
 
 
 def a_run_dir(

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict
 from typing import Any
 
-from support.traffic import a_trace
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineInfo
 from tuner.errors import Caveat
-from tuner.run.outcome import RunFindings, RunProvenance, make_outcome
-from tuner.run.result import RunResult
+from tuner.run.outcome import Given, RunFindings, make_outcome
+from tuner.run.result import (
+    CaveatRecord,
+    CurrentConfiguration,
+    EngineRecord,
+    Provenance,
+    RunResult,
+    TraceRecord,
+)
 from tuner.search.objective import Objective, Score, Scoring, Tier
 from tuner.search.race import RaceDecision, RaceVerdict
 from tuner.search.trials import Phase, Trial
@@ -27,16 +33,36 @@ INFO = EngineInfo(
     asynchronous=False,
     sampling="tokens are sampled greedily",
 )
-AROUND = RunProvenance(
-    trace=replace(a_trace([0.0, 1.0]), sha256="0123456789abcdef"),
-    replayed_requests=1234,
-    window="the whole trace, 9 s",
-    current_source="configuration",
-    model="m",
-    options={},
-    wall_s=9.0,
-    found=RunFindings(info=INFO, engine_starts=1),
-)
+
+
+def given(current: EngineLimits, info: EngineInfo, **of_trace: Any) -> Given:
+    """Return what an invented run was given, on an engine that was started once."""
+    facts = {"source": "toy.jsonl", "format": "toy", "sha256": "0123456789abcdef"}
+    replayed = {"replayed_requests": 1234, "window": "the whole trace, 9 s"}
+    return Given(
+        Provenance(
+            made_at="2026-11-20T14:03:00+00:00",
+            tuner_version="0.1.0",
+            python="3.11.7",
+            trace=TraceRecord(**{**facts, "rows": 2, "requests": 2, **replayed, **of_trace}),
+            engine=EngineRecord.of(info),
+            cold_engines=(),
+            model="m",
+            options={"method": "live"},
+            engine_starts=1,
+            wall_s=9.0,
+            stages_s={},
+            profile=None,
+        ),
+        CurrentConfiguration(**asdict(current), source="configuration"),
+        serve_values={},
+        description={},
+        ladder=(),
+    )
+
+
+GIVEN = given(CURRENT, INFO)
+WINDOWED = CaveatRecord("windowed", Caveat.WINDOWED.text)
 
 
 MEASURED: dict[str, Any] = {
@@ -60,5 +86,4 @@ def made(
     decision: RaceDecision = CHANGE, tier: Tier = Tier.GOOD, state: str = "complete"
 ) -> RunResult:
     records = [a_record(limits, tier, n) for limits in (WINNER, CURRENT) for n in (0, 1, 2)]
-    caveats = [Caveat.WINDOWED]
-    return make_outcome(decision, CURRENT, GOAL, records, caveats, AROUND, state)
+    return make_outcome(decision, GOAL, records, [WINDOWED], RunFindings(), GIVEN, state)

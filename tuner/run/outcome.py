@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
 from typing import Any
 
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineInfo
-from tuner.errors import Caveat
 from tuner.run.evidence import (
     MetricChange,
     change_bounds,
@@ -27,17 +24,14 @@ from tuner.run.result import (
     CapacityRecord,
     CaveatRecord,
     ColdConfirmation,
-    ColdEngine,
     Compared,
     CurrentConfiguration,
-    EngineRecord,
     Nearest,
     ProfileRecord,
     Provenance,
     Restlessness,
     RunResult,
     StartFinding,
-    TraceRecord,
 )
 from tuner.search.judging import LIKELY
 from tuner.search.objective import (
@@ -48,7 +42,6 @@ from tuner.search.objective import (
 )
 from tuner.search.race import RaceDecision
 from tuner.search.trials import Trial, decisive, leader, predictions
-from tuner.traffic.traces import Trace
 from tuner.traffic.windows import Window
 
 
@@ -80,74 +73,58 @@ class RunFindings:
 
 
 @dataclass(frozen=True, slots=True)
-class RunProvenance:
-    """What surrounds a decision when its result is made; without secrets.
+class Given:
+    """What a run was given, as its result keeps it: without secrets.
 
-    `found` is what the run found beside it, `ladder` the caps that were to be tried.
-    `caveat_texts` are the texts of caveats that say it with its figures.
+    `description` is of the trace, `ladder` the caps that were to be tried.
     """
 
-    trace: Trace
-    replayed_requests: int
-    window: str
-    current_source: str
-    model: str
-    options: Mapping[str, Any]
-    wall_s: float
-    found: RunFindings
-    method: str = "live"
-    predicted_requests: int = 0
-    predicted_window: str = ""
-    walls_s: Mapping[str, float] = field(default_factory=dict)
-    serve_values: Mapping[str, object] = field(default_factory=dict)
-    description: Mapping[str, object] = field(default_factory=dict)
-    ladder: Sequence[int] = ()
-    caveat_texts: Mapping[Caveat, str] = field(default_factory=dict)
-
-    def caveat(self, caveat: Caveat) -> CaveatRecord:
-        """Return a caveat for the result."""
-        return CaveatRecord(str(caveat), self.caveat_texts.get(caveat, caveat.text))
+    provenance: Provenance
+    current: CurrentConfiguration
+    serve_values: dict[str, Any]
+    description: dict[str, object]
+    ladder: tuple[int, ...]
 
 
 def make_outcome(
     decision: RaceDecision,
-    current: EngineLimits,
     goal: Scoring,
     records: Sequence[Trial],
-    caveats: Sequence[Caveat],
-    around: RunProvenance,
+    caveats: Sequence[CaveatRecord],
+    found: RunFindings,
+    given: Given,
     state: str,
 ) -> RunResult:
     """Return everything there is to say about a run."""
     trials = predictions(records) if decision.is_predicted else records
-    is_part = around.replayed_requests < len(around.trace) and not decision.is_predicted
-    changes = _with_gain(metric_changes(trials, decision.shown, current, goal.tail), decision)
+    current, trace = given.current.limits, given.provenance.trace
+    is_part = trace.replayed_requests < trace.requests and not decision.is_predicted
     is_feasible = _is_feasible(decision, trials)
     return RunResult(
         state=state,
-        method=around.method,
+        method=given.provenance.options["method"],
         objective=goal.objective,
         tail=goal.tail,
         slos=tuple(str(slo) for slo in goal.slos),
         recommendation=_advice(decision) if is_feasible else None,
-        baseline=CurrentConfiguration(**asdict(current), source=around.current_source),
-        evidence=tuple(changes),
+        baseline=given.current,
+        evidence=_evidence(trials, decision, current, goal.tail),
         limited_by=limited_by(trials, decision.winner, goal.slos, goal.tail, is_part=is_part),
         load=load_text(trials, decision.shown, is_part=is_part),
-        confirmed_cold=around.found.cold,
-        capacity=around.found.capacity,
-        provenance=_provenance(around),
-        serve_values=dict(around.serve_values),
-        trace_description=dict(around.description),
-        live_against_shadow=_compared(around.found.compared),
-        ladder=tuple(around.ladder),
-        caveats=tuple(map(around.caveat, caveats)),
+        confirmed_cold=found.cold,
+        capacity=found.capacity,
+        provenance=given.provenance,
+        serve_values=given.serve_values,
+        trace_description=given.description,
+        live_against_shadow=_compared(found.compared),
+        ladder=given.ladder,
+        caveats=tuple(caveats),
         trials=tuple(records),
-        knobs=around.found.knobs,
-        starting_points=around.found.starting_points,
-        clients=around.found.clients,
+        knobs=found.knobs,
+        starting_points=found.starting_points,
+        clients=found.clients,
         nearest=None if is_feasible else nearest_of(decision),
-        restlessness=around.found.restlessness,
+        restlessness=found.restlessness,
     )
 
 
@@ -176,19 +153,22 @@ def _is_feasible(decision: RaceDecision, trials: Sequence[Trial]) -> bool:
     return best is not None and best.score.tier is not Tier.BREAKS_SLO
 
 
-def _with_gain(changes: Sequence[MetricChange], decision: RaceDecision) -> list[MetricChange]:
+def _evidence(
+    trials: Sequence[Trial], decision: RaceDecision, current: EngineLimits, tail: str
+) -> tuple[MetricChange, ...]:
     """Return the changes, that of the metric that decides by all that is known of it."""
+    changes = metric_changes(trials, decision.shown, current, tail)
     gain = decision.gain_here or decision.gain
     if gain is None:
-        return [*changes]
+        return tuple(changes)
     metric = decision.metric
     ratio, bounds = moved(metric, gain.value - 1), moved_bounds(metric, change_bounds(gain))
-    return [
+    return tuple(
         replace(row, change_ratio=ratio, change_interval=bounds)
         if row.metric == metric
         else row
         for row in changes
-    ]
+    )
 
 
 def _advice(decision: RaceDecision) -> Advice:
@@ -218,48 +198,3 @@ def own_version() -> str:
         return importlib.metadata.version("max-num-seqs-tuner")
     except importlib.metadata.PackageNotFoundError:
         return "unknown"
-
-
-def _provenance(around: RunProvenance) -> Provenance:
-    trace, found = around.trace, around.found
-    return Provenance(
-        made_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        tuner_version=own_version(),
-        python=platform.python_version(),
-        trace=TraceRecord(
-            source=trace.source,
-            format=trace.format,
-            sha256=trace.sha256,
-            rows=trace.notes.rows,
-            requests=len(trace),
-            replayed_requests=around.replayed_requests,
-            window=around.window,
-            predicted_requests=around.predicted_requests,
-            predicted=around.predicted_window,
-        ),
-        engine=None if found.info is None else _engine(found.info),
-        cold_engines=tuple(
-            ColdEngine(**asdict(limits), num_blocks=blocks)
-            for limits, blocks in found.cold_blocks.items()
-        ),
-        model=around.model,
-        options=dict(around.options),
-        engine_starts=found.engine_starts,
-        wall_s=around.wall_s,
-        stages_s=dict(around.walls_s),
-        profile=found.profile,
-    )
-
-
-def _engine(info: EngineInfo) -> EngineRecord:
-    return EngineRecord(
-        kind=info.kind,
-        vllm_version=info.vllm_version,
-        device=info.device,
-        dtype=info.dtype,
-        max_model_len=info.max_model_len,
-        block_size=info.block_size,
-        num_blocks=info.num_blocks,
-        started_at_limits=info.ceiling,
-        sampling=info.sampling,
-    )

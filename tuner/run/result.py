@@ -14,6 +14,7 @@ from typing import Any, Final, Self
 import msgspec
 
 from tuner.engine.limits import EngineLimits
+from tuner.engine.protocol import EngineInfo
 from tuner.errors import UsageError
 from tuner.files import UNREADABLE
 from tuner.replay.slo import LATENCIES
@@ -211,6 +212,21 @@ class EngineRecord:
     num_blocks: int
     started_at_limits: EngineLimits
     sampling: str = ""
+
+    @classmethod
+    def of(cls, info: EngineInfo) -> Self:
+        """Return what the result keeps of an engine."""
+        return cls(
+            kind=info.kind,
+            vllm_version=info.vllm_version,
+            device=info.device,
+            dtype=info.dtype,
+            max_model_len=info.max_model_len,
+            block_size=info.block_size,
+            num_blocks=info.num_blocks,
+            started_at_limits=info.ceiling,
+            sampling=info.sampling,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

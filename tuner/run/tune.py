@@ -9,10 +9,13 @@ engine runs in a process of its own, which imports the script anew.
 
 from __future__ import annotations
 
+import platform
 import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
@@ -32,13 +35,19 @@ from tuner.redact import redacted, redacted_text
 from tuner.replay.process import EngineProcess
 from tuner.run.context import RunContext
 from tuner.run.directory import RESULT_FILE, RunDir
-from tuner.run.inputs import (
-    DEMO_NOTE,
-)
+from tuner.run.inputs import DEMO_NOTE
 from tuner.run.listener import Listener
 from tuner.run.options import Method, TuningOptions
-from tuner.run.outcome import RunFindings, RunProvenance, make_outcome, nearest_of
-from tuner.run.result import RunResult
+from tuner.run.outcome import Given, RunFindings, make_outcome, nearest_of, own_version
+from tuner.run.result import (
+    CaveatRecord,
+    ColdEngine,
+    CurrentConfiguration,
+    EngineRecord,
+    Provenance,
+    RunResult,
+    TraceRecord,
+)
 from tuner.run.sessions.live import AnySession
 from tuner.run.start import PreparedRun, Start, check_same, origin_of, prepare
 from tuner.run.stored import StoredOptions, read_record
@@ -133,11 +142,13 @@ class _Run:
         if not decisive(records) or not found.windows:
             return None
         scoring = found.scoring or Scoring(aim.objective, aim.slos, "p50")
-        caveats = self._session.caveats(decision)
-        around = self._provenance(found, has_predicted=bool(predictions(records)))
-        outcome = make_outcome(
-            decision, context.space.current, scoring, records, caveats, around, state
-        )
+        texts = context.caveat_texts
+        caveats = [
+            CaveatRecord(str(one), texts.get(one, one.text))
+            for one in self._session.caveats(decision)
+        ]
+        given = self._given(found, has_predicted=bool(predictions(records)))
+        outcome = make_outcome(decision, scoring, records, caveats, found, given, state)
         context.run_dir.write_json(RESULT_FILE, outcome)
         trace = self._prepared.traffic.trace
         write_sketch(context.run_dir.path / TRAFFIC_FILE, sketch_of(trace))
@@ -145,27 +156,47 @@ class _Run:
         context.listener.result_written(outcome, context.run_dir.path)
         return outcome
 
-    def _provenance(self, found: RunFindings, *, has_predicted: bool) -> RunProvenance:
-        """Return what surrounds the decision."""
+    def _given(self, found: RunFindings, *, has_predicted: bool) -> Given:
+        """Return what the run was given, and with what it was made."""
         context, prepared = self._context, self._prepared
-        predicted = context.aim.window or whole(context.trace)
-        return RunProvenance(
-            trace=context.trace,
-            replayed_requests=sum(w.of(context.trace).measured for w in found.windows),
-            window=window_text(found.windows, context.trace),
-            predicted_requests=predicted.of(context.trace).measured if has_predicted else 0,
-            predicted_window=window_text((predicted,), context.trace) if has_predicted else "",
-            ladder=context.space.caps(),
-            current_source=origin_of(prepared),
+        current = context.space.current
+        return Given(
+            self._provenance(found, has_predicted=has_predicted),
+            CurrentConfiguration(**asdict(current), source=origin_of(prepared)),
+            redacted(prepared.engine.deployed_values),
+            describe(context.trace).as_json(),
+            tuple(context.space.caps()),
+        )
+
+    def _provenance(self, found: RunFindings, *, has_predicted: bool) -> Provenance:
+        context, prepared, trace = self._context, self._prepared, self._context.trace
+        predicted = context.aim.window or whole(trace)
+        return Provenance(
+            made_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            tuner_version=own_version(),
+            python=platform.python_version(),
+            trace=TraceRecord(
+                source=trace.source,
+                format=trace.format,
+                sha256=trace.sha256,
+                rows=trace.notes.rows,
+                requests=len(trace),
+                replayed_requests=sum(w.of(trace).measured for w in found.windows),
+                window=window_text(found.windows, trace),
+                predicted_requests=predicted.of(trace).measured if has_predicted else 0,
+                predicted=window_text((predicted,), trace) if has_predicted else "",
+            ),
+            engine=None if found.info is None else EngineRecord.of(found.info),
+            cold_engines=tuple(
+                ColdEngine(**asdict(limits), num_blocks=blocks)
+                for limits, blocks in found.cold_blocks.items()
+            ),
             model=redacted_text(prepared.engine.model),
             options=msgspec.to_builtins(StoredOptions.of(prepared.options)),
+            engine_starts=found.engine_starts,
             wall_s=time.monotonic() - self._began_s,
-            found=found,
-            method=str(prepared.options.method),
-            walls_s=context.stopwatch.stages_s,
-            serve_values=redacted(prepared.engine.deployed_values),
-            description=describe(context.trace).as_json(),
-            caveat_texts=context.caveat_texts,
+            stages_s=dict(context.stopwatch.stages_s),
+            profile=found.profile,
         )
 
     def _nothing_feasible(self, decision: RaceDecision) -> NoFeasibleConfigError:
