@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
+from support.capacity_parts import REQUESTS, SLOS, a_trace, truly
 from support.planted import PlantedEngine, PlantedSource
 from support.planted_machine import MACHINES, MOODS, Machine
 from support.run_parts import Heard
@@ -26,10 +26,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Batch, EngineFacts
 from tuner.engine.shape import Graphs
 from tuner.errors import EngineError, NoFeasibleConfigError, UsageError
-from tuner.replay.loop import replay
-from tuner.replay.metrics import Measurement, measure
-from tuner.replay.plan import ReplayPlan
-from tuner.replay.runner import measure_capacity
+from tuner.replay.metrics import Measurement
 from tuner.replay.slo import Slo
 from tuner.report.page import report_of
 from tuner.run.options import Method, TuningOptions
@@ -38,9 +35,6 @@ from tuner.run.stored import read_record
 from tuner.run.variants.records import VariantFinding, checked_variants, parse_variants
 from tuner.run.variants.runs import tune
 from tuner.shadow.profiles import read_profile
-from tuner.traffic.prompts import PromptSource
-from tuner.traffic.resample import at_load
-from tuner.traffic.traces import Trace
 
 MACHINE = MACHINES["gpu-8b"]
 CURRENT = EngineLimits(8, 2048)
@@ -52,8 +46,6 @@ VARIANTS: dict[str, dict[str, object]] = {
 }
 PRICE = 2.5
 BUDGET_S = 600.0
-REQUESTS = 200
-SLO = Slo.parse("e2e_p50=2500ms")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,18 +102,11 @@ def a_source(seed: int | None = 0) -> VariedSource:
     return VariedSource.of(MACHINE, CURRENT, 8000, MOODS["usual"], seed)
 
 
-def a_trace() -> Trace:
-    rng = np.random.default_rng(5)
-    due_s = np.cumsum(rng.exponential(1 / 6.0, REQUESTS))
-    due_s -= due_s[0]
-    return Trace(due_s, rng.integers(50, 900, REQUESTS), rng.integers(20, 200, REQUESTS))
-
-
 def options(run_dir: Path, **more: object) -> TuningOptions:
     given: dict[str, object] = {
         "trace": a_trace(),
         "config": CONFIG,
-        "slos": (SLO,),
+        "slos": SLOS,
         "budget_s": BUDGET_S,
         "ladder": (8, 32),
         "run_dir": run_dir,
@@ -132,21 +117,9 @@ def options(run_dir: Path, **more: object) -> TuningOptions:
     return TuningOptions(**{**given, **more})  # type: ignore[arg-type]
 
 
-def truly(limits: EngineLimits, times: float) -> Measurement:
+def truly_with(times: float, limits: EngineLimits) -> Measurement:
     """Return what is true at the limits on a machine of a speed, at the load that it bears."""
-    source, trace = a_source(None), a_trace()
-
-    def at(load: float) -> Measurement:
-        with on_virtual_time(source.clock):
-            engine = source.start({"planted-times": times}, limits)
-            engine.set_limits(limits)
-            offered = at_load(trace, load)
-            log = replay(engine, offered, PromptSource(offered, 1000, 16), ReplayPlan())
-        return replace(measure([log], (SLO,)), load=load)
-
-    held = measure_capacity(at, 1.0, (SLO,))
-    assert isinstance(held, Measurement)
-    return replace(at(1.0), capacity=held.capacity)
+    return truly(a_source(None), limits, {"planted-times": times})
 
 
 @pytest.fixture(scope="module")
@@ -171,12 +144,12 @@ def test_each_is_told_as_it_truly_is_at_its_own_best_limits(folder: Path) -> Non
     for name, times in (("quick", 0.6), ("slow", 1.3)):
         found = finding(result, name)
         assert found.limits is not None
-        e2e_s = truly(found.limits, times).latency("e2e_s", "p50")
+        e2e_s = truly_with(times, found.limits).latency("e2e_s", "p50")
         assert found.latencies_s["e2e_p50"] == pytest.approx(e2e_s, rel=0.06)
         assert found.capacity_limits is not None
-        true = truly(found.capacity_limits, times)
+        true = truly_with(times, found.capacity_limits)
         assert true.capacity is not None
-        assert true.capacity >= (truly(found.limits, times).capacity or 0.0)
+        assert true.capacity >= (truly_with(times, found.limits).capacity or 0.0)
         true_per_s = true.capacity * REQUESTS / a_trace().duration_s
         assert found.capacity_per_s == pytest.approx(true_per_s, rel=0.1)
         assert found.capacity_interval is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,22 +43,29 @@ def a_trace() -> Trace:
     return Trace(due_s, rng.integers(50, 900, REQUESTS), rng.integers(20, 200, REQUESTS))
 
 
-def truly_borne(limits: EngineLimits, mood: str = "usual") -> float:
-    """Return the multiple of the load that a setting bears in the mean of a machine's mood."""
-    source, trace = a_source(None, mood), a_trace()
+def truly(
+    source: PlantedSource, limits: EngineLimits, values: Mapping[str, object] | None = None
+) -> Measurement:
+    """Return what a source's engine does at the recorded load, and how much it bears."""
+    trace = a_trace()
 
     def at(load: float) -> Measurement:
         with on_virtual_time(source.clock):
-            engine = source.start({}, limits)
+            engine = source.start(values or {}, limits)
             engine.set_limits(limits)
             offered = at_load(trace, load)
             log = replay(engine, offered, PromptSource(offered, 1000, 16), ReplayPlan())
         return replace(measure([log], SLOS), load=load)
 
-    found = measure_capacity(at, 1.0, SLOS)
-    if not isinstance(found, Measurement) or not found.capacity:
-        raise AssertionError(f"{limits} bears nothing: {found}")
-    return found.capacity
+    held = measure_capacity(at, 1.0, SLOS)
+    if not isinstance(held, Measurement) or not held.capacity:
+        raise AssertionError(f"{limits} bears nothing: {held}")
+    return replace(at(1.0), capacity=held.capacity)
+
+
+def truly_borne(limits: EngineLimits, mood: str = "usual") -> float:
+    """Return the multiple of the load that a setting bears in the mean of a machine's mood."""
+    return truly(a_source(None, mood), limits).capacity or 0.0
 
 
 def tuned_for_capacity(
