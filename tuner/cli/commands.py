@@ -50,11 +50,7 @@ from tuner.emit.names import Format, PatchKind
 
 @command("report", "tune report runs/2026-11-20T14-03-00 -o report.html", exits=BAD_INPUT)
 @click.argument("run_dir", metavar="RUN", type=FILE)
-@file_option(
-    "-o",
-    "--output",
-    help="Where the page goes; default: into the run.",
-)
+@file_option("-o", "--output", help="Where the page goes; default: into the run.")
 def report(run_dir: str, output: str | None) -> int:
     """Write a run as one page that needs nothing else.
 
@@ -81,11 +77,7 @@ def report(run_dir: str, output: str | None) -> int:
 )
 @cloup.option_group(
     "Serving and predicting",
-    count_option(
-        "--port",
-        most=65535,
-        help="Port to start it on; default: free.",
-    ),
+    count_option("--port", most=65535, help="Port to start it on; default: free."),
     choice_option(
         "--predict",
         among=["live", "shadow", "none"],
@@ -122,10 +114,7 @@ def verify(**params: Any) -> int:
     "Main options",
     TRACE,
     CONFIG,
-    file_option(
-        "--tuned",
-        help="YAML with the tuned limits; default: --config.",
-    ),
+    file_option("--tuned", help="YAML with the tuned limits; default: --config."),
     *SHADOW,
     file_option("--run", metavar="DIR", help="Keep the result in this run's directory."),
     JSON,
@@ -134,9 +123,7 @@ def verify(**params: Any) -> int:
     "Strategies",
     *one_setting("tuned", "that of --tuned"),
     count_option(
-        "--processes",
-        default=2,
-        help="Engines with a share of the device each, 1 for none.",
+        "--processes", default=2, help="Engines with a share of the device each, 1 for none."
     ),
     click.option(
         "--batch-size",
@@ -254,14 +241,9 @@ def doctor() -> int:
     CONFIG,
     SLOS,
     time_option(
-        "--budget",
-        help="Real time the whole run may take, for example 45m  [default: 30m]",
+        "--budget", help="Real time the whole run may take, for example 45m  [default: 30m]"
     ),
-    file_option(
-        "-o",
-        "--output",
-        help="Where the YAML goes; default: stdout.",
-    ),
+    file_option("-o", "--output", help="Where the YAML goes; default: stdout."),
 )
 @traffic_options
 @engine_options
@@ -399,9 +381,7 @@ def replay(**params: Any) -> int:
 @click.option("--storage", metavar="URL", help="Optuna storage of the run.", required=True)
 @file_option("--run", "run_dir", metavar="DIR", help="Run directory.", required=True)
 @file_option(
-    "--trace",
-    multiple=True,
-    help="Where the run's trace is on this machine; repeatable.",
+    "--trace", multiple=True, help="Where the run's trace is on this machine; repeatable."
 )
 def worker(**params: Any) -> int:
     """Help a run from another machine of the same kind, with an engine of its own.

@@ -284,8 +284,7 @@ TRACE = file_option(
     help="Recorded traffic to replay: a file, a folder, or - for standard input; repeatable.",
 )
 CONFIG = file_option(
-    "--config",
-    help="Current configuration, as `vllm serve --config` takes it (YAML).",
+    "--config", help="Current configuration, as `vllm serve --config` takes it (YAML)."
 )
 SLOS = click.option(
     "--slo",
@@ -331,8 +330,7 @@ def one_setting(whose: str, default: str) -> tuple[Added[Any], Added[Any]]:
     """Return the options that name one value of each limit."""
     return (
         count_option(
-            "--max-num-seqs",
-            help=f"The {whose} cap on requests per step; default: {default}.",
+            "--max-num-seqs", help=f"The {whose} cap on requests per step; default: {default}."
         ),
         count_option(
             "--max-num-batched-tokens",
@@ -381,8 +379,7 @@ reading_options = cloup.option_group(
         "their median length.",
     ),
     time_option(
-        "--sample",
-        help="How much time to sample from aggregates; default: all of it.",
+        "--sample", help="How much time to sample from aggregates; default: all of it."
     ),
     choice_option(
         "--zero-output",
@@ -432,12 +429,7 @@ replay_options = cloup.option_group(
         "fits into the time.",
     ),
     click.option(
-        "--load",
-        type=LOAD,
-        default="1",
-        metavar="X",
-        show_default=True,
-        help=f"{LOAD_MEANS}.",
+        "--load", type=LOAD, default="1", metavar="X", show_default=True, help=f"{LOAD_MEANS}."
     ),
     choice_option(
         "--load-model",
@@ -481,9 +473,7 @@ def traffic_options(command: Command) -> Command:
 engine_options = cloup.option_group(
     "Engine",
     click.option(
-        "--model",
-        metavar="NAME",
-        help="Model name or folder; default: the bundled demo model.",
+        "--model", metavar="NAME", help="Model name or folder; default: the bundled demo model."
     ),
     click.option(
         "--engine-arg",
@@ -548,16 +538,8 @@ def prometheus_options(since: str) -> Callable[[Callable[..., Any]], Callable[..
     """Return what adds the options of a query; `since` is how far back it looks by default."""
     return cloup.option_group(
         "Prometheus",
-        time_option(
-            "--since",
-            default=since,
-            help="How far back to query Prometheus.",
-        ),
-        time_option(
-            "--step",
-            default="30s",
-            help="Resolution of the queries.",
-        ),
+        time_option("--since", default=since, help="How far back to query Prometheus."),
+        time_option("--step", default="30s", help="Resolution of the queries."),
         click.option(
             "--label",
             "labels",

@@ -69,10 +69,7 @@ def inspect(**params: Any) -> int:
 
 @command("convert", "tune trace convert azure.csv.gz -o prod.jsonl", exits=BAD_INPUT)
 @_FILES
-@cloup.option_group(
-    "Main options",
-    _OUTPUT,
-)
+@cloup.option_group("Main options", _OUTPUT)
 @reading_options
 def convert(**params: Any) -> int:
     """Write a trace of any format as native JSON Lines."""
@@ -83,10 +80,7 @@ def convert(**params: Any) -> int:
 
 @command("merge", "tune trace merge day1.jsonl day2.jsonl -o both.jsonl", exits=BAD_INPUT)
 @_FILES
-@cloup.option_group(
-    "Main options",
-    _OUTPUT,
-)
+@cloup.option_group("Main options", _OUTPUT)
 @reading_options
 def merge(**params: Any) -> int:
     """Write several recordings as one.
@@ -105,10 +99,7 @@ def merge(**params: Any) -> int:
 @cloup.option_group(
     "Main options",
     click.option(
-        "--window",
-        type=WINDOW,
-        metavar="SPAN",
-        help="5m:10m, peak:300s, typical:300s or all.",
+        "--window", type=WINDOW, metavar="SPAN", help="5m:10m, peak:300s, typical:300s or all."
     ),
     click.option("--rows", metavar="A:B", help="Requests A to B - 1, counted from 0."),
     _OUTPUT,
@@ -126,13 +117,7 @@ def slice_(window: WindowChoice | None, rows: str | None, **params: Any) -> int:
 @_FILES
 @cloup.option_group(
     "Main options",
-    click.option(
-        "--load",
-        type=LOAD,
-        required=True,
-        metavar="X",
-        help=f"{LOAD_MEANS}.",
-    ),
+    click.option("--load", type=LOAD, required=True, metavar="X", help=f"{LOAD_MEANS}."),
     _OUTPUT,
 )
 @reading_options
@@ -155,19 +140,9 @@ def scale(load: float, **params: Any) -> int:
 @_FILES
 @cloup.option_group(
     "Main options",
-    count_option(
-        "--replicas",
-        required=True,
-        help="Size of the fleet.",
-    ),
+    count_option("--replicas", required=True, help="Size of the fleet."),
     router_option(),
-    count_option(
-        "--replica",
-        least=0,
-        default=0,
-        metavar="K",
-        help="Whose share, from 0.",
-    ),
+    count_option("--replica", least=0, default=0, metavar="K", help="Whose share, from 0."),
     _OUTPUT,
 )
 @reading_options

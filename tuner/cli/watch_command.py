@@ -45,9 +45,7 @@ from tuner.emit.names import Format
         "traffic.json beside it.",
     ),
     file_option(
-        "--emit",
-        "output",
-        help="The file that is served from; rewritten when a re-tune pays.",
+        "--emit", "output", help="The file that is served from; rewritten when a re-tune pays."
     ),
     click.option(
         "--hook",
@@ -57,11 +55,7 @@ from tuner.emit.names import Format
         "TUNE_FILE, TUNE_EVENT (change or rollback), TUNE_WHY and both limits are in its "
         "environment.",
     ),
-    time_option(
-        "--every",
-        default="15m",
-        help="From one check to the next.",
-    ),
+    time_option("--every", default="15m", help="From one check to the next."),
 )
 @cloup.option_group(
     "Rounds",
@@ -88,11 +82,7 @@ from tuner.emit.names import Format
         metavar="SHARE",
         help="Smaller gains change nothing.",
     ),
-    time_option(
-        "--min-interval",
-        default="6h",
-        help="Least time between two changes.",
-    ),
+    time_option("--min-interval", default="6h", help="Least time between two changes."),
     count_option(
         "--confirmations",
         default=2,
@@ -159,10 +149,7 @@ from tuner.emit.names import Format
     "Replay",
     TOO_LONG,
     count_option(
-        "--seed",
-        least=0,
-        default=0,
-        help="Seed of everything that is drawn at random.",
+        "--seed", least=0, default=0, help="Seed of everything that is drawn at random."
     ),
 )
 def watch(**params: Any) -> int:

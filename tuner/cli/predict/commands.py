@@ -83,21 +83,11 @@ from tuner.emit.names import GateFormat
     ),
     router_option(),
     GPU_HOUR_PRICE,
+    time_option("--start-time", default="2m", help="How long a replica takes to start."),
     time_option(
-        "--start-time",
-        default="2m",
-        help="How long a replica takes to start.",
+        "--stretch", default="1h", help="How long a number of replicas is planned for."
     ),
-    time_option(
-        "--stretch",
-        default="1h",
-        help="How long a number of replicas is planned for.",
-    ),
-    count_option(
-        "--most-replicas",
-        default=64,
-        help="How many are tried.",
-    ),
+    count_option("--most-replicas", default=64, help="How many are tried."),
 )
 @traffic_options
 @click.pass_context
@@ -203,12 +193,7 @@ def profile() -> None:
         multiple=True,
         help="Requests that the recorder wrote while the server served; repeatable.",
     ),
-    file_option(
-        "-o",
-        "--output",
-        default="profile.yaml",
-        help="Where the profile goes.",
-    ),
+    file_option("-o", "--output", default="profile.yaml", help="Where the profile goes."),
     JSON,
 )
 @cloup.option_group(
@@ -253,12 +238,7 @@ def fit(**params: Any) -> int:
     count_option(
         "--tp", help="How many GPUs share the model; default: that of --config, or 1."
     ),
-    file_option(
-        "-o",
-        "--output",
-        default="profile.yaml",
-        help="Where the profile goes.",
-    ),
+    file_option("-o", "--output", default="profile.yaml", help="Where the profile goes."),
     JSON,
 )
 @cloup.option_group(
@@ -300,18 +280,13 @@ profile.add_command(derive)
     "Main options",
     TRACE,
     *SHADOW,
-    file_option(
-        "-o",
-        "--output",
-        help="Where the corrected profile goes; has no default.",
-    ),
+    file_option("-o", "--output", help="Where the corrected profile goes; has no default."),
     JSON,
 )
 @cloup.option_group(
     "What was served",
     file_option(
-        "--config",
-        help="Configuration that was served (YAML); default: the profile's.",
+        "--config", help="Configuration that was served (YAML); default: the profile's."
     ),
     *one_setting("served", "that of --config"),
     file_option(
