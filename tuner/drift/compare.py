@@ -393,19 +393,10 @@ def _shift(
     new = resampled(feature.now, now.blocks, rng)
     if math.isnan(old.value) or math.isnan(new.value):
         return None
-    ends = difference(new, old, confidence)
-    n = min(baseline.blocks, now.blocks)
-    if feature.unit is Unit.POINTS:
-        return Shift(
-            feature.name,
-            feature.unit,
-            old.value,
-            new.value,
-            Estimate(*ends, n),
-            feature.min_effect,
-        )
-    effect, low, high = (math.expm1(min(log, 700.0)) for log in ends)
-    values = math.exp(old.value), math.exp(new.value)
-    return Shift(
-        feature.name, feature.unit, *values, Estimate(effect, low, high, n), feature.min_effect
-    )
+    effect, low, high = difference(new, old, confidence)
+    before, after = old.value, new.value
+    if feature.unit is Unit.RATIO:
+        effect, low, high = (math.expm1(min(log, 700.0)) for log in (effect, low, high))
+        before, after = math.exp(before), math.exp(after)
+    found = Estimate(effect, low, high, min(baseline.blocks, now.blocks))
+    return Shift(feature.name, feature.unit, before, after, found, feature.min_effect)
