@@ -23,7 +23,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.run.context import Workload
 from tuner.run.drawing import FEW_DRAWS
-from tuner.search.budget import Aim
+from tuner.search.budget import MIN_REQUESTS, Aim
 from tuner.search.judging import charged
 from tuner.search.objective import Scoring
 from tuner.search.posterior import Draws
@@ -36,9 +36,6 @@ from tuner.traffic.windows import Window, whole
 
 HOUR_S: Final = 3600.0
 HOURS: Final = 24
-
-MIN_REQUESTS: Final = 40
-"""Ours: an hour with fewer cannot carry more than a median, and any configuration serves it."""
 
 MIN_DRAWS: Final = 10
 """Ours: of each date at least; all dates of an hour together have FEW_DRAWS or more."""

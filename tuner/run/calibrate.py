@@ -31,7 +31,7 @@ from tuner.run.predict import predict
 from tuner.run.rounds import STEPS, Steps, predicted_part, share_round, unpacked
 from tuner.run.time_plan import fly_pilot
 from tuner.run.trial_runner import TrialRunner
-from tuner.search.budget import MIN_REQUESTS, RACE_REPLAYS, choose_windows, outlook
+from tuner.search.budget import RACE_REPLAYS, choose_windows, least_window, outlook
 from tuner.search.objective import Objective
 from tuner.search.posterior import saved_by_more
 from tuner.search.space import SearchSpace
@@ -554,7 +554,7 @@ def _outlook(runner: TrialRunner, rate: float) -> str:
         try:
             windows = choose_windows(trace, rate, left_s, RACE_REPLAYS)
         except UsageError:
-            windows = (busiest(trace, trace.duration_s * MIN_REQUESTS / len(trace)),)
+            windows = (least_window(trace),)
     replay_s = sum(w.length_s + w.lead_in_s for w in windows) * rate
     current = context.space.current
     cold_s = engine.cold_start_s(current) + engine.cold_start_s(engine.ceiling)

@@ -21,11 +21,11 @@ from tuner.replay.runner import Failure
 from tuner.run.context import WINDOW, RunContext, Workload
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.budget import (
-    MIN_REQUESTS,
     RACE_REPLAYS,
     SEARCH_REPLAYS,
     Aim,
     choose_windows,
+    least_window,
     shorter_window,
     window_text,
 )
@@ -199,7 +199,7 @@ def search_windows(runner: TrialRunner) -> tuple[Window, ...]:
     except UsageError as short:
         context.listener.note(f"{short.message}: little can be said in this time; {short.hint}")
         context.caveats.add(Caveat.BUDGET_SPENT)
-        return (busiest(trace, trace.duration_s * MIN_REQUESTS / len(trace)),)
+        return (least_window(trace),)
 
 
 def race_windows(context: RunContext, rate: float) -> tuple[Window, ...]:

@@ -101,6 +101,11 @@ def choose_windows(
     return (warmed(busiest(trace, length_s)),)
 
 
+def least_window(trace: Trace) -> Window:
+    """Return the busiest stretch with about as few requests as show anything."""
+    return busiest(trace, trace.duration_s * MIN_REQUESTS / len(trace))
+
+
 def warmed(window: Window) -> Window:
     """Return the window with a lead-in as long as a request may live in one of that length."""
     return window.with_lead_in(window.length_s / LIFETIMES)

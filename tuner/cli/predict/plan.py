@@ -10,18 +10,12 @@ from tuner.cli.console import say, show_result
 from tuner.cli.inputs import check_named
 from tuner.cli.options import Params
 from tuner.cli.predict.options import LoadsOptions
-from tuner.drift.by_hour import (
-    MIN_REQUESTS,
-    Calendar,
-    Hour,
-    calendar_of,
-    hours_of,
-    parse_offset,
-)
+from tuner.drift.by_hour import Calendar, Hour, calendar_of, hours_of, parse_offset
 from tuner.errors import ShadowError, UsageError
 from tuner.run.loads.clients import advise
 from tuner.run.loads.fleet import FleetAim, FleetPlan, Stretch, Way, plan_fleet
 from tuner.run.loads.surface import AtLoad, Reached, Surface
+from tuner.search.budget import MIN_REQUESTS
 from tuner.search.objective import RATE, Objective
 from tuner.shadow.profiled import ProfiledEngine
 from tuner.traffic.reshape import Router

@@ -24,7 +24,7 @@ from tuner.replay.runner import holds
 from tuner.replay.slo import Slo
 from tuner.run.context import Workload
 from tuner.run.predict import predict
-from tuner.search.budget import Aim
+from tuner.search.budget import MIN_REQUESTS, Aim
 from tuner.search.ladder import FINALISTS
 from tuner.search.objective import Objective
 from tuner.search.space import SearchSpace
@@ -38,8 +38,6 @@ from tuner.traffic.reshape import Router
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import whole
 
-# Requests of a stretch below which it is not judged by itself: ours, as for an hour of the day.
-MIN_REQUESTS: Final = 40
 # How often limits are chosen anew at what a replica then gets, and a plan is mended: ours.
 _PASSES, _MENDS = 2, 6
 # What an autoscaler is told to fill a replica with, as shares of what is in flight on each
