@@ -34,36 +34,12 @@ LARGEST_LOAD = 64.0
 MIN_LOAD = 1 / 64
 
 
-@dataclass(frozen=True, slots=True)
-class Capacity:
-    """How much load a configuration carries.
+def loads_to_try(start: float = 1.0) -> Generator[float, bool, float | None]:
+    """Yield loads, take whether the SLOs held at each, and return the largest that is borne.
 
-    `load` is the largest multiple of the recorded load at which the SLOs held, None where they
-    did not at the least; `beyond` the smallest at which they broke, None where they never did.
-    """
-
-    load: float | None
-    beyond: float | None
-
-    @property
-    def text(self) -> str:
-        """Return the capacity as the end of a sentence.
-
-        >>> Capacity(1.7, 1.73).text
-        "holds up to 1.7 x today's load"
-        """
-        if self.load is None:
-            return f"breaks an SLO already at {MIN_LOAD:.2g} x today's load"
-        if self.beyond is None:
-            return f"holds beyond {self.load:.3g} x today's load"
-        return f"holds up to {self.load:.3g} x today's load"
-
-
-def loads_to_try(start: float = 1.0) -> Generator[float, bool, Capacity]:
-    """Yield loads, take whether the SLOs held at each, and return the capacity.
-
-    Doubles or halves from the start until the edge lies between two loads, then halves the
-    gap in logarithms; assumes that what breaks at a load breaks at every larger one.
+    None where they did not hold at the least. Doubles or halves from the start until the edge
+    lies between two loads, then halves the gap in logarithms; assumes that what breaks at a
+    load breaks at every larger one.
     """
     good: float | None = None
     bad: float | None = None
@@ -72,12 +48,12 @@ def loads_to_try(start: float = 1.0) -> Generator[float, bool, Capacity]:
         if (yield load):
             good = load
             if load >= LARGEST_LOAD:
-                return Capacity(good, None)
+                return good
             load = 2 * load
         else:
             bad = load
             if load <= MIN_LOAD:
-                return Capacity(None, bad)
+                return None
             load = load / 2
     while bad / good > 1 + LOAD_RATIO:
         middle = (good * bad) ** 0.5
@@ -85,7 +61,7 @@ def loads_to_try(start: float = 1.0) -> Generator[float, bool, Capacity]:
             good = middle
         else:
             bad = middle
-    return Capacity(good, bad)
+    return good
 
 
 # What vLLM and the system say where memory was short, of the device's or the machine's.
@@ -350,10 +326,10 @@ def measure_capacity(
             measured[load] = outcome
             load = loads.send(holds(outcome, slos))
     except StopIteration as end:
-        answer: Capacity = end.value
-    if answer.load is None:
+        borne: float | None = end.value
+    if borne is None:
         return replace(measured[start], capacity=0.0)
-    best = measured[answer.load]
+    best = measured[borne]
     return replace(best, capacity=best.load)
 
 
