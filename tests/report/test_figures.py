@@ -27,7 +27,7 @@ def a_point(rate: float, e2e_s: float) -> Point:
 def test_the_frontier_holds_exactly_what_nothing_beats(
     pairs: list[tuple[float, float]],
 ) -> None:
-    best = frontier([a_point(*pair) for pair in pairs], "e2e_p95", "requests_per_s")
+    best = frontier([a_point(*pair) for pair in pairs], "e2e_p95")
     kept = {(p.needed("requests_per_s"), p.needed("e2e_p95")) for p in best}
 
     def is_beaten(pair: tuple[float, float]) -> bool:

@@ -12,8 +12,9 @@ from typing import Self
 from tuner.cli.options import TOKEN_VARIABLE, Params, path_of
 from tuner.cli.traces import write_described
 from tuner.errors import UsageError
-from tuner.traffic.prometheus import MAX_REQUESTS, trace_from_prometheus
+from tuner.traffic.prometheus import trace_from_prometheus
 from tuner.traffic.prometheus.token_times import TokenTimes, token_times
+from tuner.traffic.sampling import MAX_REQUESTS
 from tuner.traffic.traces import Trace
 
 

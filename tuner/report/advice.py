@@ -6,10 +6,10 @@ from tuner.report.parts import Cell, Section, Table, number
 from tuner.report.run_files import RunFiles
 from tuner.report.words import NOTHING, percent, seconds, sentence
 from tuner.run.knobs.records import settings_text
+from tuner.run.loads.surface import LATENCIES
 from tuner.run.variants.records import VariantFinding
 from tuner.search.objective import moved
 
-_LATENCIES = ("e2e", "ttft", "tpot")
 _HEADS = ("variant", "keys", "limits", "gain", "P(better)")
 
 
@@ -20,7 +20,7 @@ def variants(run: RunFiles) -> Section | None:
         return None
     rows = (found.as_it_is, *found.others)
     statistics = list(dict.fromkeys(("p50", run.result.tail)))
-    keys = [f"{latency}_{statistic}" for latency in _LATENCIES for statistic in statistics]
+    keys = [f"{latency}_{statistic}" for latency in LATENCIES for statistic in statistics]
     has_price = any(one.cost_per_1000 is not None for one in rows)
     heads = [*_HEADS, *(key.replace("_", " ") for key in keys), "requests/s", "GPUs", "per GPU"]
     heads += ["cost of 1,000"] if has_price else []

@@ -20,10 +20,10 @@ from tuner.report.parts import (
 )
 from tuner.report.run_files import RunFiles, SavedStrategy
 from tuner.report.words import NOTHING, metric_name, plain, seconds
+from tuner.search.objective import RATE
 from tuner.search.trials import read_metric
 
 TITLE = "The strategies of the field"
-_RATE = "requests_per_s"
 _LATENCIES = ("e2e_p50", "e2e_p99", "ttft_p50", "ttft_p99")
 _COLOURS = {"recorded": LIVE, "uniform": SHADOW, "saturation": CHOSEN}
 _NAMES = {
@@ -51,7 +51,7 @@ def strategies(run: RunFiles) -> Section | None:
             "different: that is what even test data would have claimed."
         )
     plots = (
-        _plot("strategies-rate", compared, _RATE),
+        _plot("strategies-rate", compared, RATE),
         _plot("strategies-tail", compared, "e2e_p99"),
     )
     tables = tuple(_table(name, rows) for name, rows in compared.items())
@@ -76,7 +76,7 @@ def _plot(anchor: str, compared: Compared, metric: str) -> Plot:
             }
         )
     title = metric_name(metric)
-    along = axis(title) if metric == _RATE else seconds_axis(title, values)
+    along = axis(title) if metric == RATE else seconds_axis(title, values)
     return Plot(
         anchor,
         f"{title} by strategy",
@@ -101,7 +101,7 @@ def _text(compared: Compared, metric: str) -> str:
 def _shown(metric: str, value: float | None) -> str:
     if value is None:
         return NOTHING
-    return f"{plain(value)}/s" if metric == _RATE else seconds(value)
+    return f"{plain(value)}/s" if metric == RATE else seconds(value)
 
 
 def _table(which: str, rows: Sequence[SavedStrategy]) -> Table:
@@ -119,7 +119,7 @@ def _table(which: str, rows: Sequence[SavedStrategy]) -> Table:
 
 def _row(row: SavedStrategy) -> tuple[Cell, ...]:
     measured = row.measurement or {}
-    rate = read_metric(measured, _RATE)
+    rate = read_metric(measured, RATE)
     running = (measured.get("running") or {}).get("mean")
     return (
         Cell(row.strategy),

@@ -21,8 +21,9 @@ from tuner.report.parts import (
 )
 from tuner.report.words import listed, metric_name, quantity, sentence, times
 from tuner.run.loads.surface import Reached, Surface
+from tuner.search.objective import RATE
 
-RATE, OFFERED = "requests_per_s", "offered_per_s"
+OFFERED = "offered_per_s"
 
 
 @dataclass(frozen=True, slots=True)

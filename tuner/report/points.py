@@ -13,6 +13,7 @@ from typing import Any
 from tuner.engine.limits import EngineLimits
 from tuner.report.run_files import live_trials, shadow_trials
 from tuner.run.result import RunResult
+from tuner.search.objective import RATE
 from tuner.search.trials import Trial, read_metric
 
 # Where a level stands in a recorded measurement, and by which of its statistics.
@@ -100,13 +101,13 @@ def with_values(points: Sequence[Point], *metrics: str) -> list[Point]:
     return [p for p in points if all(p.value(metric) is not None for metric in metrics)]
 
 
-def frontier(points: Sequence[Point], latency: str, rate: str) -> list[Point]:
+def frontier(points: Sequence[Point], latency: str) -> list[Point]:
     """Return the points that no other beats in both latency and rate, the fastest first.
 
     Shapes: every point has both metrics.
     """
     best: list[Point] = []
-    for point in sorted(points, key=lambda p: (-p.needed(rate), p.needed(latency))):
+    for point in sorted(points, key=lambda p: (-p.needed(RATE), p.needed(latency))):
         if not best or point.needed(latency) < best[-1].needed(latency):
             best.append(point)
     return best

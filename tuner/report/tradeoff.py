@@ -29,8 +29,8 @@ from tuner.report.points import (
 from tuner.report.run_files import RunFiles
 from tuner.report.words import counted, listed, metric_name, quantity, seconds
 from tuner.run.result import RunResult
+from tuner.search.objective import RATE
 
-RATE = "requests_per_s"
 # A sentence that names more points than these is not read: ours.
 _MAX_NAMES = 8
 # Half of the narrowest axis of rates as a share of the rate: ours, what replays differ by.
@@ -74,7 +74,7 @@ def _plot(run: RunFiles, latency: str, slos: Sequence[Slo]) -> Plot | None:
     result = run.result
     live = with_values(live_points(result), latency, RATE)
     shadow = with_values(shadow_points(result), latency, RATE)
-    best = frontier(with_values(ranked_points(result), latency, RATE), latency, RATE)
+    best = frontier(with_values(ranked_points(result), latency, RATE), latency)
     every = [*live, *shadow]
     if not every:
         return None

@@ -18,6 +18,7 @@ from tuner.replay.metrics import Measurement
 from tuner.replay.runner import Failure
 from tuner.run.context import Workload
 from tuner.run.trial_runner import judged
+from tuner.search.ladder import REFINE_RATIO
 from tuner.search.objective import Objective, Score, Tier
 from tuner.search.space import SearchSpace
 from tuner.search.trials import (
@@ -35,8 +36,6 @@ from tuner.traffic.traces import LoadModel, Trace
 
 # Rounds of looking between the best cap and its neighbours: ours; each halves the gap.
 REFINEMENTS = 2
-# Neighbours closer than this share of the cap are not told apart: as in `search.ladder`.
-REFINE_RATIO = 0.2
 # Live and predicted disagree if they differ by more than this many times the stated error,
 # which is a median: ours.
 DISAGREEMENT = 3.0

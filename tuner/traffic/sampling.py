@@ -20,6 +20,9 @@ STEEPEST = 35.0
 STEEPEST_SLOPE = 6.0
 """Ours: no public trace's lengths rise or fall faster; a range beside an empty one might."""
 
+MAX_REQUESTS = 50_000_000
+"""Ours: twice the largest public trace. Who is scraped may claim any number."""
+
 MAX_TOKENS = 10_000_000
 """Ours: where an open range ends at the latest, ten times the longest context today."""
 

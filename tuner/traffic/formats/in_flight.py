@@ -38,7 +38,7 @@ from tuner.traffic.formats.csv_table import (
     read_table,
 )
 from tuner.traffic.formats.sources import plain_file
-from tuner.traffic.sampling import as_changes, requests_in_flight, shuffled_rounds
+from tuner.traffic.sampling import MAX_REQUESTS, as_changes, requests_in_flight, shuffled_rounds
 from tuner.traffic.traces import ClockOrigin, Trace
 
 FORMAT = "concurrency"
@@ -48,9 +48,6 @@ PROMPT, OUTPUT = "input_length", "output_length"
 
 LATEST_S = 7.3e9
 """The year 2201; a number above it counts in a smaller unit than seconds."""
-
-MAX_REQUESTS = 50_000_000
-"""Ours: twice the largest public trace."""
 
 _HEADER_BYTES = 1 << 16
 

@@ -8,6 +8,6 @@ says how in `remarks`; `live` is how a server does over a stretch of time.
 from __future__ import annotations
 
 from tuner.traffic.prometheus.remarks import hits_missed, known_in_part
-from tuner.traffic.prometheus.sampled import MAX_REQUESTS, trace_from_prometheus
+from tuner.traffic.prometheus.sampled import trace_from_prometheus
 
-__all__ = ["MAX_REQUESTS", "hits_missed", "known_in_part", "trace_from_prometheus"]
+__all__ = ["hits_missed", "known_in_part", "trace_from_prometheus"]

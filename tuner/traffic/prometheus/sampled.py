@@ -45,6 +45,7 @@ from tuner.traffic.prometheus.remarks import (
     on_the_server,
 )
 from tuner.traffic.sampling import (
+    MAX_REQUESTS,
     LengthShape,
     arrivals_within,
     as_changes,
@@ -59,9 +60,6 @@ FORMAT = "prometheus"
 MIN_LENGTHS = 200
 """Ours: a stretch of the day with 200 finished requests has a shape of its own, and lasts long
 enough that most of those that came in it also finished in it."""
-
-MAX_REQUESTS = 50_000_000
-"""Ours: twice the largest public trace. Who is scraped may claim any number."""
 
 _TICKS_PER_S = 1e6
 
