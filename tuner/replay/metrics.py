@@ -211,11 +211,6 @@ class Measurement:
         spread = self.latencies[metric]
         return None if spread is None else spread.value(statistic)
 
-    def count(self, metric: str) -> int:
-        """Return how many samples a latency has."""
-        spread = self.latencies[metric]
-        return 0 if spread is None else spread.n
-
     def _latencies_json(self) -> dict[str, Any]:
         empty: dict[str, Any] = {
             "mean": None,

@@ -139,10 +139,6 @@ class EngineRunner:
         if self.started is not None:
             self._process.load(name, trace, self._seed)
 
-    def trace(self, name: str) -> Trace:
-        """Return what is replayed under a name."""
-        return self._traces[name]
-
     def ensure_started(self, limits: EngineLimits | None = None) -> EngineStart:
         """Return the running engine, starting it if there is none.
 

@@ -26,9 +26,6 @@ class Measured(Protocol):
     def slo_value(self, metric: str, statistic: str) -> float | None:
         """Return one statistic as an SLO bounds it, or None where nothing was measured."""
 
-    def count(self, metric: str) -> int:
-        """Return how many samples the latency has."""
-
 
 @dataclass(frozen=True, slots=True)
 class Slo:
