@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import urllib.error
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Final, Self
@@ -44,20 +44,9 @@ class ServerProcess:
         dies.
     """
 
-    def __init__(
-        self,
-        config: Path,
-        log_path: Path,
-        port: int | None = None,
-        env: Mapping[str, str] | None = None,
-        more: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, config: Path, log_path: Path, port: int | None = None) -> None:
         self._config, self._log_path = config, log_path
         self._port = port or free_port()
-        # What is replayed here is no traffic that anybody would want recorded.
-        inherited = {key: value for key, value in os.environ.items() if key != RECORD_FILE}
-        self._env = {**inherited, **(env or {})}
-        self._more = list(more)
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -70,8 +59,10 @@ class ServerProcess:
         command = [
             # -P: a folder of the same name where we are is not the package that is installed.
             *(sys.executable, "-P", *_serve(), "--config", str(self._config.resolve())),
-            *("--host", "127.0.0.1", "--port", str(self._port), *self._more),
+            *("--host", "127.0.0.1", "--port", str(self._port)),
         ]
+        # What is replayed here is no traffic that anybody would want recorded.
+        env = {key: value for key, value in os.environ.items() if key != RECORD_FILE}
         handle = os.open(self._log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         with os.fdopen(handle, "ab") as log:
             # A session of its own, so that Ctrl-C reaches us alone and we end all of it.
@@ -80,7 +71,7 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=self._env,
+                env=env,
                 start_new_session=True,
             )
         return self
