@@ -6,12 +6,13 @@ import asyncio
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tuner.gate import SETTINGS, Gate, GateLimits, Message, Receive, Scope, Send
+from tuner.gate import ANSWERING, SETTINGS, Gate, GateLimits, Message, Receive, Scope, Send
 
 COMPLETIONS = "/v1/completions"
 
@@ -131,6 +132,43 @@ def test_what_asks_for_no_answer_goes_by() -> None:
     assert asyncio.run(play()) == [200, 200, 200, 503, 503]
 
 
+GOING_BY = {
+    "/abort_requests",
+    "/detokenize",
+    "/inference/v1/abort_requests",
+    "/is_scaling_elastic_ep",
+    "/ping",
+    "/scale_elastic_ep",
+    "/tokenize",
+    "/v1/chat/completions/derender",
+    "/v1/chat/completions/render",
+    "/v1/completions/derender",
+    "/v1/completions/render",
+    "/v1/messages/count_tokens",
+    "/v1/messages/render",
+    "/v1/responses/render",
+    "/v1/responses/{response_id}/cancel",
+}
+"""What a server is sent without asking its engine for an answer."""
+
+
+@pytest.mark.engine
+def test_every_path_on_which_vllm_generates_passes_the_gate() -> None:
+    from fastapi import FastAPI
+    from fastapi.routing import APIRoute
+    from vllm.entrypoints.launchers.api_server.routers import register_api_routers
+
+    app = FastAPI()
+    app.state.args = Namespace(enable_scale_out=True)
+    register_api_routers(app.state.args, app, ("generate", "transcription"))
+
+    posted = {r.path for r in app.routes if isinstance(r, APIRoute) and "POST" in r.methods}
+    gated = {path for path in posted if path.endswith(tuple(ANSWERING))}
+    assert posted - gated <= GOING_BY
+    assert {"/invocations", "/inference/v1/generate", "/v1/responses"} <= gated
+    assert not gated & GOING_BY
+
+
 @pytest.mark.parametrize(
     ("path", "asked", "wanted"),
     [
@@ -140,6 +178,16 @@ def test_what_asks_for_no_answer_goes_by() -> None:
         ("/v1/chat/completions", {"max_tokens": 900}, {"max_tokens": 64}),
         ("/v1/chat/completions", {"max_tokens": None}, {"max_completion_tokens": 64}),
         ("/v1/responses", {"min_tokens": 99}, {"max_output_tokens": 64, "min_tokens": 64}),
+        ("/invocations", {"messages": []}, {"messages": [], "max_tokens": 64}),
+        ("/invocations", {"max_completion_tokens": 900}, {"max_completion_tokens": 64}),
+        (
+            "/inference/v1/generate",
+            {"sampling_params": {"min_tokens": 99}},
+            {"sampling_params": {"min_tokens": 64, "max_tokens": 64}},
+        ),
+        ("/inference/v1/generate", {"sampling_params": 1}, {"sampling_params": 1}),
+        # Of a token or two: nothing to cap.
+        ("/generative_scoring", {"max_tokens": 900}, {"max_tokens": 900}),
         # As vLLM reads them: a text for its number, and 0 for an echo without an answer.
         (COMPLETIONS, {"max_tokens": "900"}, {"max_tokens": 64}),
         (COMPLETIONS, {"max_tokens": 0, "echo": True}, {"max_tokens": 0, "echo": True}),

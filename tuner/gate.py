@@ -30,11 +30,25 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 SETTINGS: Final = "TUNE_GATE"
 ANSWERING: Final[Mapping[str, tuple[str, ...]]] = {
     "/chat/completions": ("max_completion_tokens", "max_tokens"),
+    "/chat/completions/batch": ("max_completion_tokens", "max_tokens"),
     "/completions": ("max_tokens",),
     "/responses": ("max_output_tokens",),
     "/messages": ("max_tokens",),
+    "/cohere/v2/chat": ("max_tokens",),
+    # SageMaker's: a chat or a completion, which both know this name.
+    "/invocations": ("max_tokens", "max_completion_tokens"),
+    "/inference/v1/generate": ("sampling_params.max_tokens",),
+    # One or two tokens.
+    "/generative_scoring": (),
+    "/systemone": (),
+    # A form with a recording, whose text is as long as what is said in it.
+    "/audio/transcriptions": (),
+    "/audio/translations": (),
 }
 """The ends of paths that are answered by the engine, and how each names the longest answer.
+
+None where an answer is not capped. What a pooling model answers goes by, which generates
+nothing, and so does /v1/realtime, which is no request but a connection.
 
 Source: vLLM, vllm/entrypoints, the request classes of each path.
 """
@@ -123,7 +137,7 @@ class Gate:
             await _turn_away(send)
         else:
             try:
-                if self._limits.max_output_tokens is not None:
+                if names and self._limits.max_output_tokens is not None:
                     most = self._limits.max_output_tokens
                     scope, receive = await _capped(scope, receive, names, most)
                 await self._app(scope, receive, send)
@@ -160,7 +174,7 @@ class Gate:
 
 
 def _length_names(scope: Scope) -> tuple[str, ...] | None:
-    """Return how a request names its longest answer, None for one that asks for none."""
+    """Return how a request names its longest answer, None for one that asks for no answer."""
     if scope["type"] != "http" or scope["method"] != "POST":
         return None
     ends = (names for end, names in ANSWERING.items() if scope["path"].endswith(end))
@@ -211,18 +225,22 @@ def cap_answer(body: bytes, names: tuple[str, ...], most: int) -> bytes:
 
     >>> cap_answer(b'{"max_tokens": 900}', ("max_tokens",), 256)
     b'{"max_tokens": 256}'
+    >>> cap_answer(b'{"sampling_params": {}}', ("sampling_params.max_tokens",), 256)
+    b'{"sampling_params": {"max_tokens": 256}}'
     """
     try:
         asked = json.loads(body)
     except (ValueError, RecursionError):
         return body
-    if not isinstance(asked, dict):
+    section, _, first = names[0].rpartition(".")
+    lengths = asked.get(section) if section and isinstance(asked, dict) else asked
+    if not isinstance(lengths, dict):
         return body
-    given = [name for name in names if asked.get(name) is not None]
-    for name in given or names[:1]:
-        asked[name] = _bounded(asked.get(name), most)
-    if asked.get("min_tokens") is not None:
-        asked["min_tokens"] = _bounded(asked["min_tokens"], most)
+    given = [name for name in names if lengths.get(name) is not None]
+    for name in given or [first]:
+        lengths[name] = _bounded(lengths.get(name), most)
+    if lengths.get("min_tokens") is not None:
+        lengths["min_tokens"] = _bounded(lengths["min_tokens"], most)
     return json.dumps(asked).encode()
 
 

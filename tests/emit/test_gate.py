@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -141,6 +142,14 @@ def test_nginx_lets_in_what_the_gate_holds_and_refuses_the_rest(tmp_path: Path) 
             nginx.terminate()
             nginx.wait(30)
             upstream.shutdown()
+
+
+def test_nginx_gates_every_path_on_which_vllm_generates_and_no_other() -> None:
+    (place,) = re.findall(r"location ~ (\S+) {", WRITERS[GateFormat.NGINX](ANSWER))
+    for path in ("/invocations", "/inference/v1/generate", "/v1/chat/completions/batch"):
+        assert re.search(place, path), path
+    for path in ("/tokenize", "/v1/chat/completions/render", "/v1/messages/count_tokens"):
+        assert not re.search(place, path), path
 
 
 def test_envoy_never_gets_a_queue_of_nothing_which_would_refuse_all() -> None:

@@ -12,7 +12,7 @@ from typing import Any, Final
 from tuner.emit.names import GateFormat
 from tuner.emit.yaml_text import commented, yaml_text
 from tuner.errors import UsageError
-from tuner.gate import SETTINGS
+from tuner.gate import ANSWERING, SETTINGS
 from tuner.run.loads.gate import GateAnswer, goodput_per_s
 
 FULLEST: Final = 0.8
@@ -84,7 +84,7 @@ def _nginx(answer: GateAnswer) -> str:
         "    client_max_body_size 64m;\n"
         "    proxy_buffering off;\n"
         "    proxy_read_timeout 1h;\n"
-        "    location ~ ^/v1/(chat/completions|completions|responses|messages)$ {\n"
+        f"    location ~ ({'|'.join(ANSWERING)})$ {{\n"
         f"        limit_conn tune_gate {gate.max_in_flight + gate.max_queued};\n"
         "        proxy_pass http://vllm;\n"
         "    }\n"
