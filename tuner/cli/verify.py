@@ -181,7 +181,7 @@ def _show(found: Verification, *, as_json: bool) -> None:
     if found.broken:
         raise NoFeasibleConfigError(
             f"the server breaks {len(found.broken)} SLO: {'; '.join(found.broken)}",
-            found.failure or "tune again with these SLOs: what HTTP adds has to fit in as well",
+            found.failure or found.advice,
         )
     if found.failure:
         raise EngineError(

@@ -15,9 +15,10 @@ from support.paths import ROOT
 from support.sse_server import SseServer
 from support.traffic import a_trace
 from tuner.cli import run as tune
-from tuner.cli.verify import _login
+from tuner.cli.verify import _login, _show
 from tuner.engine.demo import DEMO_MODEL_DIR
-from tuner.errors import EngineError
+from tuner.errors import EngineError, NoFeasibleConfigError
+from tuner.replay.metrics import Measurement
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.server.client import (
     MAX_ERRORS,
@@ -186,6 +187,31 @@ def test_the_command_fails_when_requests_fail(capsys: pytest.CaptureFixture[str]
         assert "at most 1% may; most often: HTTP 503: too busy" in said.err
         assert tune([*asked, "--slo", "e2e_p90=1h"]) == 3
         assert "breaks 1 SLO: e2e_p90 is infinite, as 3" in capsys.readouterr().err
+
+
+def test_the_advice_is_of_the_server_only_for_what_was_not_predicted() -> None:
+    trace = a_trace([i * 0.01 for i in range(30)], output=5)
+    with SseServer(first_s=0.0, gap_s=0.0) as server:
+        fast = judged(replayed(server, trace)).measured
+    slow = Slo.parse("e2e_p50=1ms"), Slo.parse("ttft_p50=0.001ms")
+
+    def hint(predicted: Measurement | None, *slos: Slo) -> str:
+        with SseServer(first_s=0.1, gap_s=0.02) as server:
+            run = replayed(server, trace)
+        found = verification(run, Scraper("http://127.0.0.1:9"), predicted, slos, None)
+        with pytest.raises(NoFeasibleConfigError) as error:
+            _show(found, as_json=True)
+        return error.value.hint
+
+    assert "--predict live or shadow says whether" in hint(None, *slow)
+    within = Slo.parse("e2e_p50=100ms")
+    assert hint(fast, within).startswith("predicted, without HTTP, they hold: ")
+    same = hint(fast, *slow)
+    assert "breaks them as well, so it is not the server that differs: relax them" in same
+    assert "HTTP adds" not in same
+    both = hint(fast, within, slow[1])
+    assert both.startswith("the prediction breaks ttft_p50 as well")
+    assert both.endswith("the others hold in it, and break by what HTTP adds")
 
 
 def test_a_client_that_falls_behind_voids_the_run_and_still_shows_it() -> None:

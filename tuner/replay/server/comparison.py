@@ -41,6 +41,7 @@ class Verification:
     `failed` counts requests that got no full answer, but not those refused for their length.
     `predicted` is None where nothing predicted it. `cache_usage` is (mean, max) of
     gpu_cache_usage_perc from the server's metrics page, None where it is missing there.
+    `foretold` names the SLOs that break and were predicted to.
     """
 
     measured: Measurement
@@ -53,6 +54,7 @@ class Verification:
     missed_scrapes: int
     start_s: float | None
     max_lag_s: float = LAG_BUDGET_S
+    foretold: tuple[str, ...] = ()
 
     @property
     def failed_ratio(self) -> float:
@@ -83,6 +85,28 @@ class Verification:
         return (
             f"this client fell behind: p99 send lag {self.lag_p99_s * 1000:.0f} ms, at most "
             f"{self.max_lag_s * 1000:.0f} ms are borne"
+        )
+
+    @property
+    def advice(self) -> str:
+        """What to do where SLOs break; the server is to blame only if it was not foretold."""
+        if self.predicted is None:
+            return (
+                "--predict live or shadow says whether they break without a server as well; "
+                "if so, relax them, lower --load, or tune with these SLOs"
+            )
+        if not self.foretold:
+            return (
+                "predicted, without HTTP, they hold: give the API server more cores, or tune "
+                "again with bounds that are smaller by what was added here"
+            )
+        known = ", ".join(self.foretold)
+        is_all = len(self.foretold) == len(self.broken)
+        which = "the prediction breaks them" if is_all else f"the prediction breaks {known}"
+        rest = "" if is_all else "; the others hold in it, and break by what HTTP adds"
+        return (
+            f"{which} as well, so it is not the server that differs: relax them, lower --load, "
+            f"or tune with these SLOs{rest}"
         )
 
     def rows(self) -> list[tuple[str, str, float | None, float | None]]:
@@ -144,6 +168,7 @@ class Verification:
             else {"mean": self.cache_usage[0], "max": self.cache_usage[1]},
             "slos_hold": not self.broken,
             "slos_broken": list(self.broken),
+            "slos_broken_as_predicted": list(self.foretold),
             "send_lag_p99_s": self.lag_p99_s,
             "void": self.void,
             "errors": dict(self.errors),
@@ -177,29 +202,35 @@ def verification(
     log = ReplayLog(run.timelines, steps, run.wall_s, run.wall_s, None)
     measured = measure([log], slos)
     failed = int(_failed(run).sum())
-    broken = []
-    for slo in slos:
-        value_s = slo_value_s(run, slo)
-        if value_s is None:
-            broken.append(f"{slo.name} was not measured")
-        elif value_s == np.inf:
-            broken.append(
-                f"{slo.name} is infinite, as {failed / len(log.timelines):.1%} failed"
-            )
-        elif value_s > slo.bound_s:
-            broken.append(f"{slo.name} {value_s:.3g} s exceeds {slo.bound_s:g} s")
+    broken = {
+        slo: said for slo in slos if (said := _broken(run, slo, failed / len(log.timelines)))
+    }
     return Verification(
         measured=measured,
         failed=failed,
         predicted=predicted,
         cache_usage=scraper.spread("gpu_cache_usage_perc"),
-        broken=tuple(broken),
+        broken=tuple(broken.values()),
         lag_p99_s=run.lag_p99_s,
         errors=run.errors,
         missed_scrapes=scraper.missed,
         start_s=start_s,
         max_lag_s=max_lag_s,
+        foretold=tuple(
+            slo.name for slo in broken if predicted is not None and slo.is_broken_by(predicted)
+        ),
     )
+
+
+def _broken(run: HttpRun, slo: Slo, failed_ratio: float) -> str:
+    """Say how an SLO is broken; empty where it holds."""
+    value_s = slo_value_s(run, slo)
+    if value_s is None:
+        return f"{slo.name} was not measured"
+    if value_s == np.inf:
+        return f"{slo.name} is infinite, as {failed_ratio:.1%} failed"
+    is_late = value_s > slo.bound_s
+    return f"{slo.name} {value_s:.3g} s exceeds {slo.bound_s:g} s" if is_late else ""
 
 
 def slo_value_s(run: HttpRun, slo: Slo) -> float | None:
