@@ -150,6 +150,8 @@ def bad_sources(root: Path) -> dict[str, tuple[Path, tuple[str, ...]]]:
     del content["baseline"]
     (lacks / "result.json").write_text(json.dumps(content))
     unmet = a_run_dir(root / "unmet", an_outcome(CHANGE, Tier.BREAKS_SLO))
+    nowhere = a_run_dir(root / "nowhere", an_outcome(CHANGE, Tier.BREAKS_SLO))
+    holds = {"winner": None, "current": None, "confirmed_live": None, "is_shown": True}
     files = {
         "pod.yaml": "apiVersion: v1\nkind: Pod\n",
         "a.yaml": "a: [\n",
@@ -166,7 +168,14 @@ def bad_sources(root: Path) -> dict[str, tuple[Path, tuple[str, ...]]]:
             broken(a_run_dir(root / "old"), schema=0),
             ("schema must be 2, got 0",),
         ),
-        "nothing recommended": (unmet, ("recommends nothing: no configuration met the SLOs",)),
+        "nothing recommended": (
+            unmet,
+            ("recommends nothing: no configuration met the SLOs", "lower --load"),
+        ),
+        "nothing at any load": (
+            broken(nowhere, capacity={**holds, "text": "the SLOs hold at no load"}),
+            ("recommends nothing: no configuration met the SLOs", "hold at no load"),
+        ),
         "nothing there": (root / "gone.yaml", ("gone.yaml does not exist",)),
         "no configuration of vLLM": (root / "pod.yaml", ("lacks model, max-num-seqs", "kind")),
         "no YAML": (root / "a.yaml", ("is not YAML",)),
@@ -181,6 +190,7 @@ CASES = (
     "a damaged result",
     "another schema",
     "nothing recommended",
+    "nothing at any load",
     "nothing there",
     "no configuration of vLLM",
     "no YAML",

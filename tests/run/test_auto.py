@@ -27,7 +27,7 @@ from tuner.cli.commands import tune
 from tuner.cli.replay import ReplayOptions, run_replay
 from tuner.engine.compat import serve
 from tuner.engine.limits import EngineLimits
-from tuner.errors import ShadowError, TooFewSamplesError, UsageError
+from tuner.errors import NoFeasibleConfigError, ShadowError, TooFewSamplesError, UsageError
 from tuner.replay.metrics import measure
 from tuner.report.run_files import read_run
 from tuner.report.sweep import rung_points
@@ -340,6 +340,16 @@ def test_a_profile_alone_gives_a_prediction_that_says_so(
     assert guesses.keys() & again.keys()
     for key in guesses.keys() & again.keys():
         assert again[key] == pytest.approx(guesses[key], rel=0.01)
+
+
+def test_slos_that_requests_break_alone_are_not_put_down_to_the_load(
+    tmp_path: Path, profile_path: Path
+) -> None:
+    asked = shadow_arguments(tmp_path, profile_path, "--slo", "ttft_p90=1ms")
+    with pytest.raises(NoFeasibleConfigError, match="already take longer: ttft_p90") as error:
+        run_shadow(asked)
+    assert error.value.hint.startswith("no load is low enough: relax ttft_p90, shorten prompts")
+    assert "--load" not in error.value.hint
 
 
 def test_a_key_that_the_profile_hides_is_still_asked_for(

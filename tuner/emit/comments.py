@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from tuner.errors import UsageError
-from tuner.run.result import NOTHING_FEASIBLE, RELAX, Advice, RunResult, TraceRecord
+from tuner.run.result import NOTHING_FEASIBLE, Advice, RunResult, TraceRecord
 from tuner.search.race import UNFINISHED
 from tuner.search.trials import ranked
 
@@ -25,7 +25,7 @@ def comments(result: RunResult, file_name: str, run_dir: str) -> list[str]:
     """
     advice, made = result.recommendation, result.provenance
     if advice is None:
-        raise UsageError(f"{run_dir} recommends nothing: {NOTHING_FEASIBLE}", RELAX)
+        raise UsageError(f"{run_dir} recommends nothing: {NOTHING_FEASIBLE}", result.way_out)
     trace, current = made.trace, result.current
     vllm_version, device = (
         (None, None) if made.engine is None else (made.engine.vllm_version, made.engine.device)

@@ -32,7 +32,7 @@ from tuner.engine.serve_config import (
 )
 from tuner.engine.serve_config import limits as limits_of
 from tuner.errors import Caveat, UsageError
-from tuner.run.result import NOTHING_FEASIBLE, RELAX, RunResult, read_result
+from tuner.run.result import NOTHING_FEASIBLE, RunResult, read_result
 
 _NAME_A_SOURCE: Final = "name a run directory, or a YAML file that tune wrote"
 
@@ -63,7 +63,7 @@ def recommendation_of(
     Raises: UsageError if it recommends nothing.
     """
     if result.recommendation is None:
-        raise UsageError(f"{folder} recommends nothing: {NOTHING_FEASIBLE}", RELAX)
+        raise UsageError(f"{folder} recommends nothing: {NOTHING_FEASIBLE}", result.way_out)
     limits = result.deployed
     remaining, lost = without_lost(values)
     return Recommendation(

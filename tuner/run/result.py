@@ -43,7 +43,8 @@ SCHEMA: Final = 2
 MOST_MORE_S: Final = 3600.0
 """Ours: whoever would have to wait longer for a restless machine needs another one."""
 NOTHING_FEASIBLE: Final = "no configuration met the SLOs"
-RELAX: Final = "relax an SLO, or lower --load, and run again"
+_RELAX: Final = "relax an SLO, or lower --load, and run again"
+_RELAX_ONLY: Final = "relax an SLO and run again: predicted, they hold at no load, however low"
 _NAME_A_RUN: Final = "name a run directory, as runs/2026-11-20T14-03-00"
 _RESTORE: Final = "restore it, or use the YAML file that the run wrote"
 
@@ -392,6 +393,12 @@ class RunResult:
     def feasible(self) -> bool:
         """Whether there is anything to recommend."""
         return self.recommendation is not None
+
+    @property
+    def way_out(self) -> str:
+        """What to do where nothing is recommended."""
+        holds_nowhere = self.capacity is not None and self.capacity.winner is None
+        return _RELAX_ONLY if holds_nowhere else _RELAX
 
     @property
     def current(self) -> EngineLimits:

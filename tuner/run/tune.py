@@ -20,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 
+from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveSource
 from tuner.engine.protocol import EngineSource
 from tuner.errors import (
@@ -37,6 +38,7 @@ from tuner.run.context import RunContext
 from tuner.run.directory import RESULT_FILE, RunDir
 from tuner.run.inputs import DEMO_NOTE
 from tuner.run.listener import Listener
+from tuner.run.loads.alone import Hopeless, hopeless, with_widest
 from tuner.run.options import Method, TuningOptions
 from tuner.run.outcome import Given, RunFindings, make_outcome, nearest_of, own_version
 from tuner.run.result import (
@@ -212,7 +214,9 @@ class _Run:
         scoring = Scoring(context.aim.objective, context.aim.slos, "p50")
         said = [] if known is None else [known.text]
         said += scoring.broken_in(own[-1].measurement or {}) if own else []
-        hint = "relax an SLO, lower --load, or add replicas"
+        alone = self._alone(nearest)
+        said += [] if alone is None else [alone.text]
+        hint = "relax an SLO, lower --load, or add replicas" if alone is None else alone.hint
         if known is not None and known.p_slo >= MAYBE_MEETS:
             is_shadow = self._prepared.options.method is Method.SHADOW
             more = "a run on the engine" if is_shadow else "a longer --budget"
@@ -222,6 +226,18 @@ class _Run:
             f"(max_num_seqs/max_num_batched_tokens): {'; '.join(said)}",
             f"{hint}; all trials are in {context.run_dir.path}",
         )
+
+    def _alone(self, nearest: EngineLimits) -> Hopeless | None:
+        """Return which SLOs no load is low enough for, as far as it can be predicted."""
+        known, context = self._session.foretold, self._context
+        if known is None:
+            return None
+        deployed, workload = known.predictor.as_deployed(), known.predictions.workload
+        settings = with_widest(nearest, context.space)
+        try:
+            return hopeless(deployed, settings, workload.pieces, workload.slos)
+        except UsageError:
+            return None
 
     def _none_survived(self) -> NoFeasibleConfigError:
         """Say why nothing was answered anywhere: who lost least, or what mostly went wrong."""

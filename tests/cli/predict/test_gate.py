@@ -89,6 +89,7 @@ def test_a_gate_is_written_where_it_is_asked_for(
         ((), 2, "--slo is missing"),
         (("--slo", "itl_p95=1s"), 2, "--slo is missing"),
         (("--slo", "ttft_p95=1ms"), 3, "would refuse everything"),
+        (("--slo", "ttft_p95=1ms"), 3, "no load is low enough: relax ttft_p95"),
         (("--load-model", "closed", "--concurrency", "4", *SLO), 2, "needs --load-model open"),
     ],
 )

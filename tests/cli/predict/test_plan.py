@@ -169,6 +169,20 @@ def test_what_cannot_be_planned_is_reported(
     assert words in capsys.readouterr().err
 
 
+def test_slos_that_no_load_is_low_enough_for_are_named(
+    files: tuple[str, str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    profile, trace = files
+    command = ["plan", "--profile", profile, "--trace", trace, "--force-profile"]
+    asked = [*command, "--loads", "0.5,4", "--max-num-seqs", "2,8", "--json"]
+    assert run([*asked, "--slo", "ttft_p90=1ms", "--slo", "e2e_p90=1h"]) == 0
+    said = capfd.readouterr().err
+    assert "requests that are alone in the engine already take longer: ttft_p90 0." in said
+    assert "no load is low enough: relax ttft_p90, shorten prompts, or take other" in said
+    assert run([*asked, "--slo", "e2e_p90=1h"]) == 0
+    assert "no load is low enough" not in capfd.readouterr().err
+
+
 def test_a_fleet_is_planned_by_stretches_with_its_cost(
     files: tuple[str, str], capfd: pytest.CaptureFixture[str]
 ) -> None:

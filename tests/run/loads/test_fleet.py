@@ -101,7 +101,12 @@ def test_what_no_number_of_replicas_keeps_is_said() -> None:
     hasty = replace(AIM, slos=(Slo.parse("e2e_p99=900ms"),))
     with pytest.raises(
         NoFeasibleConfigError, match=r"up to 8 replicas do not keep e2e_p99=0\.9s"
-    ):
+    ) as error:
         planned(traffic(6), hasty)
+    assert error.value.hint.startswith("no load is low enough: relax e2e_p99")
+    few = replace(AIM, slos=(Slo.parse("e2e_p99=1100ms"),), most=1)
+    with pytest.raises(NoFeasibleConfigError, match="do not keep") as error:
+        planned(traffic(60), few)
+    assert "allow more with --most-replicas" in error.value.hint
     with pytest.raises(TooFewSamplesError):
         planned(Trace(np.arange(20, dtype=np.float64), np.full(20, 4), np.full(20, 20)))

@@ -15,6 +15,7 @@ from tuner.replay.slo import Slo
 from tuner.run.context import Workload
 from tuner.run.inputs import engine_of_profile
 from tuner.run.knobs.known import check_has
+from tuner.run.loads.alone import hopeless, with_widest
 from tuner.run.loads.surface import Surface, predict_surface
 from tuner.search.budget import Aim, asked_window
 from tuner.search.objective import Objective
@@ -81,7 +82,20 @@ class LoadsOptions:
         found = predict_surface(
             retune.predictor, retune.space, workload, self.loads, say, self.knobs
         )
+        self._say_what_no_load_mends(retune, workload, found)
         return trace, found
+
+    def _say_what_no_load_mends(
+        self, retune: Retune, workload: Workload, found: Surface
+    ) -> None:
+        """Say which SLOs break at every load, however low. Raises: UsageError."""
+        lowest = found.loads[0].best
+        if lowest.broken:
+            settings = with_widest(lowest.limits, retune.space)
+            deployed = retune.predictor.as_deployed()
+            alone = hopeless(deployed, settings, workload.pieces, self.slos)
+            if alone is not None:
+                say(f"note: {alone.text}; {alone.hint}")
 
     def current(self, source: ProfiledEngine) -> tuple[Predictor, EngineLimits, Workload]:
         """Return what predicts the current limits as they are deployed, and the traffic.

@@ -21,13 +21,14 @@ from tuner.replay.metrics import Measurement, good_requests, measure
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.timeline import Timelines
 from tuner.run.context import Workload
+from tuner.run.loads.alone import logs_alone
 from tuner.run.loads.records import PATIENCE, ClientAdvice, Prefix, Sharing
 from tuner.shadow.predictor import Predictor
 from tuner.stats import Floats, Ints, WeightedSamples
 from tuner.traffic.describe import reused_tokens
 from tuner.traffic.prefixes import HashIds
 from tuner.traffic.resample import at_load
-from tuner.traffic.traces import LoadModel, Trace
+from tuner.traffic.traces import Trace
 
 # The share of the time for which a pool has to suffice: ours, all but 3.6 s of an hour.
 POOLED: Final = 0.999
@@ -101,13 +102,8 @@ def _held_s(line: Timelines, since_s: float) -> Floats:
 
 def _too_long(predictor: Predictor, limits: EngineLimits, workload: Workload) -> float:
     """Return the share of requests that break an SLO one at a time, with nothing cached."""
-    alone = ReplayPlan(load_model=LoadModel.CLOSED, concurrency=1)
-    good = []
-    for piece in workload.pieces:
-        measured = piece.slice_rows(piece.is_measured)
-        bare = replace(measured, hashes=None, turns=None, lead_in_s=0.0)
-        line = predictor.replay(bare, limits, alone).timelines
-        good.append(good_requests(line, workload.slos))
+    logs = logs_alone(predictor, limits, workload.pieces)
+    good = [good_requests(log.timelines, workload.slos) for log in logs]
     return 1.0 - float(np.concatenate(good).mean())
 
 

@@ -23,6 +23,7 @@ from tuner.replay.plan import ReplayPlan
 from tuner.replay.runner import holds
 from tuner.replay.slo import Slo
 from tuner.run.context import Workload
+from tuner.run.loads.alone import hopeless, with_widest
 from tuner.run.predict import predict
 from tuner.search.budget import MIN_REQUESTS, Aim
 from tuner.search.ladder import FINALISTS
@@ -155,9 +156,13 @@ def plan_fleet(
     count = needed[limits]
     if count is None:
         slos = ", ".join(map(str, aim.slos))
+        message = f"up to {aim.most} replicas do not keep {slos} in the busiest stretch"
+        settings = with_widest(limits, space)
+        alone = hopeless(sizer.predictor, settings, [sizer.parts[busiest]], aim.slos)
+        if alone is not None:
+            raise NoFeasibleConfigError(f"{message}; {alone.text}", alone.hint)
         raise NoFeasibleConfigError(
-            f"up to {aim.most} replicas do not keep {slos} in the busiest stretch",
-            "a request alone may take longer: loosen the SLO, or allow more: --most-replicas",
+            message, "requests that are alone keep them: allow more with --most-replicas"
         )
     note(f"{count} replicas at {limits} for the busiest stretch")
     slower = _Sizer(_slower(sizer.predictor), trace, plan, aim)

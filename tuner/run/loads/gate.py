@@ -25,6 +25,7 @@ from tuner.replay.slo import Slo
 from tuner.replay.timeline import Outcome
 from tuner.run.context import Workload
 from tuner.run.drawing import FEW_DRAWS, Drawing, Replays
+from tuner.run.loads.alone import hopeless
 from tuner.run.predict import Predictions, at_once, offered_per_s
 from tuner.search.race import CONFIDENCE
 from tuner.shadow.calibration import StatedError
@@ -248,9 +249,14 @@ class _Search:
                 break
         if not any(reached.any() for reached in self.goodput.values()):
             slos = ", ".join(map(str, self.workload.slos))
+            message = f"a gate that keeps to {slos} would refuse everything: not one request is"
+            alone = hopeless(
+                self.predictor, [self.limits], self.workload.pieces, self.workload.slos
+            )
+            if alone is not None:
+                raise NoFeasibleConfigError(f"{message} within them; {alone.text}", alone.hint)
             raise NoFeasibleConfigError(
-                f"a gate that keeps to {slos} would refuse everything: not one request is"
-                " within them, not even alone in the engine",
+                f"{message} within them, not even alone in the engine",
                 "allow more time, or change the engine: tune plan says what others reach",
             )
         return best

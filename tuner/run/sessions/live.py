@@ -21,6 +21,7 @@ from tuner.run.live_search import LiveEvidence, has_searched, search_live, searc
 from tuner.run.loads.capacity import confirm_capacity, predict_capacity, tell_headroom
 from tuner.run.options import Method
 from tuner.run.outcome import RunFindings
+from tuner.run.predict import Foretold
 from tuner.run.race import race
 from tuner.run.sessions.learning import Learning
 from tuner.run.sessions.predicted import PredictedSearch
@@ -97,6 +98,11 @@ class Session:
     def context(self) -> RunContext:
         """What the run was given."""
         return self.runner.context
+
+    @property
+    def foretold(self) -> Foretold | None:
+        """What was predicted last, None where nothing was."""
+        return self.search.foretold
 
     @property
     def method(self) -> Method:

@@ -222,7 +222,7 @@ class ShadowSession:
     is_forced: bool = False
     found: RunFindings = field(default_factory=RunFindings)
     decision: RaceDecision | None = None
-    _foretold: Foretold | None = None
+    foretold: Foretold | None = None
 
     def run(self) -> RaceDecision:
         """Predict the whole space and decide by it.
@@ -234,7 +234,7 @@ class ShadowSession:
             check_rank_by(predictor.profile)
         context.stopwatch.begin()
         context.journal.set_state("running")
-        self._foretold = known = predict_space(context, predictor)
+        self.foretold = known = predict_space(context, predictor)
         workload = known.predictions.workload
         context.keep_windows(workload.windows, workload.windows)
         context.listener.note(predicted_text(context, known.predictions))
@@ -283,15 +283,15 @@ class ShadowSession:
     @property
     def _workload(self) -> Workload:
         """What is predicted, or will be."""
-        if self._foretold is not None:
-            return self._foretold.predictions.workload
+        if self.foretold is not None:
+            return self.foretold.predictions.workload
         return Workload.of_whole(self.context.trace, self.context.aim)
 
     def caveats(self, decision: RaceDecision) -> list[Caveat]:
         """Return the caveats of the run, in a fixed order."""
         context = self.context
         found = {*context.caveats, Caveat.SHADOW_ONLY}
-        known = self._foretold
+        known = self.foretold
         history = [] if known is None else known.predictions.observations
         if at_edge(decision.best, history):
             found.add(Caveat.AT_SPACE_EDGE)
