@@ -232,6 +232,54 @@ def test_whatever_else_a_file_says_it_says_afterwards(
     assert after.count("\r\n") == (after.count("\n") if dos else 0)
 
 
+MIXED = """# mine\r
+model: m
+max-num-seqs: 4\r
+# of the budget
+max-num-batched-tokens: 512 # keep
+prompt: |\r
+  one
+  two\r
+seed: 1"""
+
+
+def test_every_line_keeps_its_own_end(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(MIXED.encode())
+    merged = merge_into(path, Format.VLLM, PLAIN, Names())
+    wanted = MIXED.replace("seqs: 4", "seqs: 48").replace("tokens: 512", "tokens: 4096")
+    assert merged.after == wanted
+    assert "\r" not in merged.diff
+    changed_lines = [line for line in merged.diff.splitlines() if line[:1] in "-+"]
+    assert len(changed_lines) == 2 + 2 * 2
+    path.write_bytes(merged.after.encode())
+    assert merge_into(path, Format.VLLM, PLAIN, Names()).after == merged.after
+
+
+def test_a_new_line_ends_as_those_above_it(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    cases = {
+        "model: m\r\nseed: 1\n": "\n",
+        "model: m\nseed: 1\r\n": "\r\n",
+        "model: m\nseed: 1\r\nq: 1": "\r\n",
+        "model: m": "\n",
+    }
+    for text, end in cases.items():
+        path.write_bytes(text.encode())
+        after = merge_into(path, Format.VLLM, PLAIN, Names()).after
+        ended = text if text.endswith("\n") else text + end
+        assert after == f"{ended}max-num-seqs: 48{end}max-num-batched-tokens: 4096{end}"
+
+
+def test_lines_that_end_in_a_carriage_return_alone_are_lines(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    old = "# mine\rmodel: m\rseed: 1\r"
+    path.write_bytes(old.encode())
+    after = merge_into(path, Format.VLLM, PLAIN, Names()).after
+    assert after.startswith(old)
+    assert yaml.safe_load(after)["max-num-seqs"] == 48
+
+
 REFUSED = [
     (
         Format.VLLM,

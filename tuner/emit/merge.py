@@ -31,7 +31,7 @@ warnings.filterwarnings("ignore", category=ReusedAnchorWarning)
 # How people indent a sequence below its key: (indent of its items, offset of the hyphen), and
 # both again for mappings that are indented by four. The first that gives the file back is it.
 _INDENTS: Final = ((2, 2, 0), (2, 4, 2), (2, 3, 1), (4, 4, 0), (4, 4, 2), (4, 6, 4), (4, 2, 0))
-_COMMENT: Final = re.compile(r"(?:^|(?<=\s))#.*$", re.MULTILINE)
+_COMMENT: Final = re.compile(r"(?:^|(?<=\s))#[^\r\n]*", re.MULTILINE)
 # Longer than any line of a command: the library would fold it otherwise. Ours.
 _WIDTH: Final = 1_000_000
 
@@ -51,8 +51,10 @@ class Merged:
 
     @property
     def diff(self) -> str:
-        """The change as a unified diff; a secret beside it is hidden."""
-        before, after = (hidden(text, self.secrets) for text in (self.before, self.after))
+        """The change as a unified diff; a secret beside it is hidden, and how lines end."""
+        before, after = (
+            hidden(_with_line_feeds(text), self.secrets) for text in (self.before, self.after)
+        )
         lines = difflib.unified_diff(before, after, self.name, self.name, n=2)
         return "".join(line if line.endswith("\n") else f"{line}\n" for line in lines)
 
@@ -68,8 +70,7 @@ def merge(path: Path, edit: Edit) -> Merged:
     Raises: UsageError if it cannot be read, is not YAML, or has no place for our keys.
     """
     before = _read(path)
-    ends = "\r\n" if "\r\n" in before else "\n"
-    text = before.replace("\r\n", "\n")
+    text = _with_line_feeds(before)
     yaml, documents = _loaded(path, text)
     plain = _dumped(yaml, documents)
     secrets = secrets_in(*documents)
@@ -84,7 +85,7 @@ def merge(path: Path, edit: Edit) -> Merged:
             "a line",
             "set both limits there by hand, or write its flow mappings as blocks",
         )
-    return Merged(str(path), before, after.replace("\n", ends), secrets, tuple(notes))
+    return Merged(str(path), before, _with_ends_of(before, after), secrets, tuple(notes))
 
 
 def read_documents(path: Path) -> list[Any]:
@@ -116,6 +117,34 @@ def _unshared(node: Any) -> Any:  # noqa: ANN401 - any YAML
     if isinstance(node, dict):
         return {key: _unshared(value) for key, value in node.items()}
     return [_unshared(value) for value in node] if isinstance(node, list) else node
+
+
+def _with_line_feeds(text: str) -> str:
+    """Return a text whose lines all end as those of Unix do."""
+    return text.replace("\r\n", "\n")
+
+
+def _with_ends_of(before: str, text: str) -> str:
+    r"""Return a text in which lines end as they did before, and new ones as those above.
+
+    >>> _with_ends_of("a\r\nb\nc", "a\nb\nc\nd\n")
+    'a\r\nb\nc\nd\n'
+    >>> _with_ends_of("a\nb\r\n", "a\nx\ny\n")
+    'a\nx\r\ny\r\n'
+    """
+    theirs, ours = (re.split(r"(?<=\n)", each) for each in (before, text))
+    ends = ["\r\n" if line.endswith("\r\n") else "\n" for line in theirs]
+    # The last may have none.
+    ends[-1] = ends[-2] if len(ends) > 1 else "\n"
+    matcher = difflib.SequenceMatcher(
+        None, [_with_line_feeds(line) for line in theirs], ours, autojunk=False
+    )
+    made: list[str] = []
+    for _, i1, i2, j1, j2 in matcher.get_opcodes():
+        for j in range(j1, j2):
+            end = ends[max(0, min(i1 + j - j1, i2 - 1))]
+            made.append(ours[j].replace("\n", end))
+    return "".join(made)
 
 
 def _lines(text: str) -> list[str]:
