@@ -43,6 +43,14 @@ Output = pytest.CaptureFixture[str]
 BAD_INPUT = [
     ("--trace none.jsonl", ("none.jsonl", "no such file")),
     ("--trace empty.jsonl", ("empty.jsonl is empty",)),
+    ("--trace ''", ("--trace must not be empty", "unset")),
+    ("--trace t.jsonl --config ''", ("--config must not be empty", "unset")),
+    ("--trace t.jsonl --model ''", ("--model must not be empty", "unset")),
+    ("--trace t.jsonl -o ''", ("--output must not be empty", "unset")),
+    ("trace inspect ''", ("FILE... must not be empty",)),
+    ("emit x.yaml --merge ''", ("--merge must not be empty",)),
+    ("emit ''", ("RUN_OR_YAML must not be empty",)),
+    ("verify --trace t.jsonl --url ''", ("--url must not be empty",)),
     ("--trace words.jsonl", ("words.jsonl line 2", "is not JSON")),
     ("--trace lacks.jsonl", ("lacks.jsonl line 2", "lacks output_length")),
     ("--trace negative.jsonl", ("negative.jsonl line 1", "at least 0, got -1")),
@@ -110,7 +118,7 @@ def test_bad_input_is_reported_in_one_form_before_anything_starts(
     folder: Path, capsys: Output, typed: str, shown: tuple[str, ...]
 ) -> None:
     before = sorted(folder.rglob("*"))
-    assert run(typed.split()) == 2
+    assert run(shlex.split(typed)) == 2
     out, err = capsys.readouterr()
     assert out == ""
     lines = err.splitlines()

@@ -23,6 +23,7 @@ from tuner.cli.options import (
     JSON,
     KNOBS,
     LADDER,
+    NAME,
     SHADOW,
     SHADOW_FAILED,
     SLOS,
@@ -72,7 +73,9 @@ def report(run_dir: str, output: str | None) -> int:
     TRACE,
     CONFIG,
     SLOS,
-    click.option("--url", metavar="URL", help="A server that runs; default: start one."),
+    click.option(
+        "--url", type=NAME, metavar="URL", help="A server that runs; default: start one."
+    ),
     JSON,
 )
 @cloup.option_group(
@@ -427,15 +430,20 @@ def worker(**params: Any) -> int:
 @cloup.option_group(
     "The deployment",
     click.option(
-        "--name", metavar="NAME", help="Name of the object or service; default: the model's."
+        "--name",
+        type=NAME,
+        metavar="NAME",
+        help="Name of the object or service; default: the model's.",
     ),
     click.option(
         "--container",
+        type=NAME,
         metavar="NAME",
         help="Container that runs vLLM; default: vllm, or the only one.",
     ),
     click.option(
         "--model",
+        type=NAME,
         metavar="NAME",
         help="Model as it is named where it is served; default: as tuned.",
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -169,7 +170,37 @@ GPU_HOUR_PRICE = click.option(
 )
 LOAD_MEANS = "Multiple of the recorded arrivals, over the same time"
 
-FILE = click.Path(readable=False)
+_UNSET = "a variable may be unset: leave the option out to go without it"
+
+
+def _name(text: str) -> str:
+    if not text.strip():
+        raise UsageError("must not be empty", _UNSET)
+    return text
+
+
+NAME = Parsed("name", _name)
+"""A name of something; an empty one would pass for an option that is left out."""
+
+
+class _NamedPath(click.Path):
+    """A path with a name: an unset variable of a shell would stand for the folder it is in."""
+
+    def convert(
+        self,
+        value: str | os.PathLike[str],
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> Any:
+        """Return the path. Raises: UsageError for an empty name."""
+        if value == "":
+            names = param.opts if isinstance(param, click.Option) else ()
+            what = max(names, key=len, default="") or (param and param.human_readable_name)
+            raise UsageError(f"{what} must not be empty", _UNSET)
+        return super().convert(value, param, ctx)
+
+
+FILE = _NamedPath(readable=False)
 """A path as it was typed; a shell completes it, and who opens it says what is wrong with it."""
 
 Params = Mapping[str, Any]
@@ -357,7 +388,10 @@ reading_options = cloup.option_group(
         "--trace-format", metavar="NAME", help="Format of the trace; default: by content."
     ),
     click.option(
-        "--only-model", metavar="NAME", help="Only the requests of this model; default: all."
+        "--only-model",
+        type=NAME,
+        metavar="NAME",
+        help="Only the requests of this model; default: all.",
     ),
     choice_option(
         "--time-unit",
@@ -473,7 +507,10 @@ def traffic_options(command: Command) -> Command:
 engine_options = cloup.option_group(
     "Engine",
     click.option(
-        "--model", metavar="NAME", help="Model name or folder; default: the bundled demo model."
+        "--model",
+        type=NAME,
+        metavar="NAME",
+        help="Model name or folder; default: the bundled demo model.",
     ),
     click.option(
         "--engine-arg",
