@@ -5,6 +5,7 @@ Each command's own options hold some of these; below them nothing sees click's p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -45,6 +46,8 @@ def reading_of(params: Params, aborted: Aborted = Aborted.DRAW) -> TraceReading:
         raise UsageError(
             "--max-invalid says how many wrong rows may be skipped and needs --skip-invalid"
         )
+    if invalid_percent is not None and math.isnan(invalid_percent):
+        raise UsageError("--max-invalid must be a percentage from 0 to 100, got nan")
     usual = ReadOptions().max_invalid_ratio
     rows = ReadOptions(
         zero_output=ZeroOutput(params["zero_output"]),

@@ -72,13 +72,20 @@ def _ladder(text: str) -> tuple[int, ...]:
     return caps
 
 
+# Ours: far above what any engine bears of what another was recorded with.
+_MOST_LOAD = 1_000_000
+
+
 def _load(text: str) -> float:
     try:
         load = float(text.lower().removesuffix("x"))
     except ValueError:
         load = float("nan")
-    if not 0 < load < 1e6:
-        raise UsageError(f"must be a multiple above 0, got {text!r}", "for example 1.5")
+    if not 0 < load < _MOST_LOAD:
+        raise UsageError(
+            f"must be a multiple above 0 and below {_MOST_LOAD:,}, got {text!r}",
+            "for example 1.5",
+        )
     return load
 
 

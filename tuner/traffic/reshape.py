@@ -288,6 +288,12 @@ def thin(
             f"{trace.source} records requests in flight, which routers do not deal out",
             "scale it by the share of one replica: --load",
         )
+    if replicas > len(trace):
+        raise UsageError(
+            f"{replicas:,} replicas are more than the {len(trace):,} requests of "
+            f"{trace.source}",
+            "choose fewer replicas",
+        )
     places = _places(trace, replicas, router, seconds_per_output_token)
     rows = np.flatnonzero(places == replica)
     if not rows.size:

@@ -247,7 +247,9 @@ def assemble(
         why = ", ".join(f"{count} {reason}" for reason, count in notes.dropped.items())
         raise TraceError(
             f"{source}: none of the {rows} requests can be replayed ({why})",
-            "pass --zero-output one to keep empty answers",
+            "pass --zero-output one to keep empty answers"
+            if ZERO_OUTPUT in notes.dropped
+            else "give a recording with requests that were answered",
         )
     columns, moved = _in_order(columns)
     zero = columns.arrived[0]
