@@ -58,6 +58,12 @@ BAD_INPUT = [
     ("trace inspect words.jsonl --skip-invalid --max-invalid nan", ("0 to 100, got nan",)),
     ("trace thin t.jsonl --replicas 99999999999", ("99,999,999,999 replicas", "50 requests")),
     ("--trace t.jsonl --load 1e9", ("above 0 and below 1,000,000, got '1e9'",)),
+    ("verify --trace t.jsonl --url host:8000", ("start with http:// or https://",)),
+    (
+        "verify --trace t.jsonl --slo decode_step_p50=9ms",
+        ("decode_step_p50=0.009s cannot be verified", "tpot or itl"),
+    ),
+    ("profile fit --recording gone.jsonl", ("gone.jsonl: no such file",)),
     ("--trace words.jsonl", ("words.jsonl line 2", "is not JSON")),
     ("--trace lacks.jsonl", ("lacks.jsonl line 2", "lacks output_length")),
     ("--trace negative.jsonl", ("negative.jsonl line 1", "at least 0, got -1")),

@@ -68,6 +68,16 @@ class VerifyOptions:
         """Refuse what contradicts itself before anything starts."""
         if self.url and self.port:
             raise UsageError("--port is for a server started here, --url for one that runs")
+        if self.url and not self.url.startswith(("http://", "https://")):
+            raise UsageError(
+                f"--url must start with http:// or https://, got {self.url!r}",
+                "for example http://127.0.0.1:8000",
+            )
+        if hidden := [str(slo) for slo in self.slos if slo.metric == "decode_step_s"]:
+            raise UsageError(
+                f"--slo {hidden[0]} cannot be verified: HTTP does not show the engine's steps",
+                "bound tpot or itl instead",
+            )
         is_closed = self.traffic.load_model is LoadModel.CLOSED
         if is_closed and self.traffic.concurrency is None:
             raise UsageError("a closed loop over HTTP needs --concurrency N")

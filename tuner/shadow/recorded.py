@@ -155,6 +155,8 @@ def steps_beside(recordings: Sequence[Path]) -> list[Path]:
     """
     found = {path for recording in expand(recordings) for path in _steps_of(recording)}
     if not found:
+        if missing := [path for path in recordings if not path.exists()]:
+            raise UsageError(f"{missing[0]}: no such file", "name what the recorder wrote")
         names = ", ".join(map(str, recordings))
         raise UsageError(f"no steps were recorded beside {names}", HOW)
     return sorted(found)
