@@ -63,11 +63,20 @@ def test_as_many_race_as_two_rounds_fit_into_the_time(
     assert list(fitting(run.runner, plan).settings) == field
 
 
-def test_two_rounds_come_before_the_cold_engines(run: ToyRun) -> None:
-    plan = replace(planned(run, 200.0, 10.0, 10.0, 10.0, 30.0), settings=(BEST, CURRENT))
+def test_a_round_comes_before_the_cold_engines_or_two_where_nothing_is_predicted(
+    run: ToyRun,
+) -> None:
+    plan = replace(planned(run, 81.0, 10.0, 10.0, 10.0, 30.0), settings=(BEST, CURRENT))
     assert reserve_s(run.runner, plan) == cold_cost_s(run.runner, plan, (BEST, CURRENT)) == 40.0
-    planned(run, 115.0, 10.0, 10.0, 10.0, 30.0)
+    planned(run, 79.0, 10.0, 10.0, 10.0, 30.0)
     assert reserve_s(run.runner, plan) == 0.0
+    run.trial(BEST, Phase.RACE, 1)
+    live = replace(plan, predicted={})
+    round_s = sum(live.replay_s(limits) for limits in live.settings)
+    cold_s = cold_cost_s(run.runner, live, (BEST, CURRENT))
+    for rounds, kept_s in ((1.5, 0.0), (90.0, cold_s)):
+        planned(run, cold_s + rounds * round_s, 10.0, 10.0, 10.0, 30.0)
+        assert reserve_s(run.runner, live) == pytest.approx(kept_s)
 
 
 def test_what_a_replay_took_counts_more_than_what_was_predicted(run: ToyRun) -> None:

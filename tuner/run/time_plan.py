@@ -37,9 +37,10 @@ Observe = Callable[[EngineLimits, ReplayLog], None]
 
 # Rounds that the time should hold: ours, since two tell how far replays differ.
 MIN_ROUNDS = 2
-# The race waits for the cold engines if they take less than this share of what is left: ours,
-# it may need more than its least rounds.
-MAX_COLD_RATIO = 0.4
+# The race waits for the cold engines if they take less than this share of what is left, and
+# what tells anything at all fits besides: ours, since that a change shows on engines of its own
+# is worth more than another round of what was predicted to be alike.
+MAX_COLD_RATIO = 0.75
 # Live replays after a prediction, so that each takes but a part of the time: ours. Two rounds
 # of three and four cold ones are ten, and what one shows of the engine's steps is seen early.
 LIVE_REPLAYS = 30
@@ -127,8 +128,11 @@ def reserve_s(runner: TrialRunner, plan: RacePlan) -> float:
     """
     pair = (plan.settings[0], runner.context.space.current)
     left_s, wanted_s = runner.context.left_s, cold_cost_s(runner, plan, pair)
+    # One round tells something where all is predicted.
+    rounds = 1 if plan.predicted else MIN_ROUNDS
+    least_s = rounds * _round_s(plan, plan.settings)
     is_small = wanted_s < MAX_COLD_RATIO * left_s
-    return wanted_s if is_small and wanted_s + _min_s(plan, plan.settings) < left_s else 0.0
+    return wanted_s if is_small and wanted_s + least_s < left_s else 0.0
 
 
 def fitting(runner: TrialRunner, plan: RacePlan) -> RacePlan:
@@ -138,14 +142,15 @@ def fitting(runner: TrialRunner, plan: RacePlan) -> RacePlan:
     """
     settings = list(plan.settings)
     cold_s = cold_cost_s(runner, plan, (settings[0], runner.context.space.current))
-    while len(settings) > 2 and _min_s(plan, settings) + cold_s > runner.context.left_s:
+    left_s = runner.context.left_s
+    while len(settings) > 2 and MIN_ROUNDS * _round_s(plan, settings) + cold_s > left_s:
         del settings[-2]
     return replace(plan, settings=tuple(settings))
 
 
-def _min_s(plan: RacePlan, settings: Sequence[EngineLimits]) -> float:
-    """Return what the fewest rounds take that tell anything."""
-    return MIN_ROUNDS * sum(plan.replay_s(limits) for limits in settings)
+def _round_s(plan: RacePlan, settings: Sequence[EngineLimits]) -> float:
+    """Return what a round of the settings takes."""
+    return sum(plan.replay_s(limits) for limits in settings)
 
 
 def fly_pilot(runner: TrialRunner, observe: Observe | None = None) -> float:
