@@ -169,6 +169,28 @@ def test_a_race_ends_where_no_round_would_tell_and_while_the_cold_engines_still_
     assert run.context.caveats == set()
 
 
+def test_no_round_begins_that_would_not_end_before_the_cold_engines_have_to(
+    tmp_path: Path,
+) -> None:
+    """Half a round tells nothing; of one that takes 30 s there is time for half."""
+    with a_run(tmp_path, TRACE, a_space(CURRENT), CROWDED_TOY) as run:
+        run.engine.ensure_started()
+        run.context.stopwatch.total_s = 95.0
+        near = EngineLimits(BETTER.max_num_seqs + 1, 2048)
+        plan = LongPlan(run.context, (BETTER, near, CURRENT), run.workload)
+        kept_s = reserve_s(run.runner, plan)
+        assert kept_s > 20.0
+
+        class Hurried(OpenEvidence):
+            def learn(self) -> None:
+                run.context.stopwatch.total_s += kept_s + 15.0 - run.context.left_s
+
+        found = race(run.runner, Hurried(plan, 1, 0.0, True))
+        made = [o for o in run.context.journal.observations() if o.phase is Phase.RACE]
+    assert (found.rounds, len(made)) == (1, 3)
+    assert run.context.caveats == {Caveat.BUDGET_SPENT}
+
+
 @pytest.mark.parametrize(
     ("model", "differs"),
     [

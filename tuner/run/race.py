@@ -212,6 +212,10 @@ def race(
                 # A few draws may be wrong about it.
                 if is_settled(draws, *asked) and is_settled(evidence.draws(DRAWS), *asked):
                     break
+                if reserved_s and context.left_s - reserved_s < next_s:
+                    # Half a round tells nothing, and would be at the cold engines' cost.
+                    context.caveats.add(Caveat.BUDGET_SPENT)
+                    break
             before_s = context.left_s
             if not _replay_round(runner, plan, rounds + 1, inside, reserved_s, observe):
                 context.caveats.add(Caveat.BUDGET_SPENT)
