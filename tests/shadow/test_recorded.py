@@ -403,6 +403,7 @@ def test_reader_and_recorder_mean_the_same_by_a_file_of_steps() -> None:
     ("model", "why"),
     [
         ({"is_hybrid": True}, "state-space layers"),
+        ({"has_uneven_layers": True}, "layers of several sizes"),
         ({"layers": ["linear_attention", "full_attention"]}, "layers of linear_attention"),
         ({"layers": None, "layer_types": ["full_attention", "sliding_attention"]}, "earlier"),
     ],

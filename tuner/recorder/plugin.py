@@ -49,6 +49,12 @@ KEPT: Final = {
 Source: vLLM config/vllm.py, VllmConfig.
 """
 
+UNEVEN: Final = ("is_heterogeneous", "global_head_dim", "swa_head_dim")
+"""Options of a model's configuration by which heads of some layers have another size.
+
+Source: Transformers, configuration_utils.py and models/gemma4.
+"""
+
 PLAIN: Final = (bool, int, float, str, list, type(None))
 
 PRESENCE: Final = ("speculative_config", "lora_config", "kv_transfer_config")
@@ -93,6 +99,7 @@ def _kept_config(vllm_config: Any) -> dict[str, Any]:  # noqa: ANN401
     kept["model_config"] |= {
         "is_hybrid": bool(getattr(model, "is_hybrid", False)),
         "layers": list(getattr(text, "layer_types", None) or ()),
+        "has_uneven_layers": any(getattr(text, name, None) for name in UNEVEN),
         "kv_shared_layers": int(getattr(text, "num_kv_shared_layers", None) or 0),
         "sliding_window": model.get_sliding_window(),
         "vocab_size": int(model.get_vocab_size()),

@@ -65,8 +65,7 @@ def kv_cache_config(shape: EngineShape, num_blocks: int) -> Any:
     """Return vLLM's layout of a KV cache of so many blocks."""
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-    plain: KvGroup = {"kind": "FullAttentionSpec", "block_size": shape.block_size}
-    groups = shape.kv_groups or (plain,)
+    groups = shape.kv_groups or (_group(shape),)
     made = KVCacheConfig(
         num_blocks=num_blocks,
         kv_cache_tensors=[],
@@ -78,6 +77,14 @@ def kv_cache_config(shape: EngineShape, num_blocks: int) -> Any:
     if groups[0].get(RETENTION) is not None:
         setattr(made, RETENTION, groups[0][RETENTION])
     return made
+
+
+def _group(shape: EngineShape, window: int = 0) -> KvGroup:
+    """Return a group of layers that look back a window, or that see everything."""
+    if not window:
+        return {"kind": "FullAttentionSpec", "block_size": shape.block_size}
+    size = {"block_size": shape.block_size, "sliding_window": window}
+    return {"kind": "SlidingWindowSpec", **size}
 
 
 def _spec(group: KvGroup) -> Any:
@@ -123,16 +130,13 @@ def with_windows(
     if getattr(config.cache_config, "kv_cache_layout", "") is None:
         # An engine asks its attention for one; for layers alike in size it decides nothing.
         config.cache_config.kv_cache_layout = "LBNHC"
-    plain: KvGroup = {"kind": "FullAttentionSpec", "block_size": shape.block_size}
-    sliding: KvGroup = {"kind": "SlidingWindowSpec", "block_size": shape.block_size}
     layers = {
-        f"layer {number}": _spec({**sliding, "sliding_window": window} if window else plain)
-        for number, window in enumerate(windows)
+        f"layer {number}": _spec(_group(shape, window)) for number, window in enumerate(windows)
     }
     specs = [group.kv_cache_spec for group in get_kv_cache_groups(config, layers)]
     groups = tuple(plain_group(spec, retention) for spec in specs)
     kinds = [str(group["kind"]) for group in groups]
-    if kinds == [plain["kind"]]:
+    if kinds == [_group(shape)["kind"]]:
         return shape
     return replace(shape, kv_kind=" and ".join(kinds), kv_groups=groups)
 

@@ -153,6 +153,8 @@ def _unusual_layers(model: Mapping[str, Any]) -> list[str]:
         for words, holds in (
             (f"layers of {', '.join(sorted(others))}", bool(others)),
             ("state-space layers", bool(model["is_hybrid"])),
+            # vLLM groups those by their bytes, of which a recording has none.
+            ("layers of several sizes", bool(model.get("has_uneven_layers", False))),
             (
                 "sliding windows whose layers an earlier version of the recorder did not keep",
                 bool(kinds) and "layers" not in model,
