@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,42 @@ def test_what_a_killed_process_left_is_removed_by_the_next_one_that_needs_room(
         assert not left.exists()
         assert own.exists()
     assert [path.name for path in tmp_path.iterdir()] == ["tune-scratch-link"]
+
+
+WRITING = """
+import sys, time
+from pathlib import Path
+from tuner.files import replacing
+with replacing(Path(sys.argv[1])) as file:
+    print(flush=True)
+    time.sleep(60)
+"""
+
+
+def test_the_copy_of_a_killed_process_is_removed_by_who_writes_next(tmp_path: Path) -> None:
+    target, other = tmp_path / "trials.jsonl", tmp_path / ".trials.jsonl.20261124"
+    other.write_text("a copy of somebody's own")
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITING, str(target)], stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    write_atomic(target, "while another writes")
+    (left,) = set(tmp_path.iterdir()) - {target, other}
+    process.kill()
+    process.wait()
+    os.mkfifo(tmp_path / ".trials.jsonl.planted.tune-copy")
+    assert left.exists()
+    write_atomic(target, "after")
+    assert set(tmp_path.iterdir()) == {target, other}
+    assert target.read_text() == "after"
+
+
+def test_who_writes_at_once_never_takes_a_copy_from_another(tmp_path: Path) -> None:
+    target = tmp_path / "trials.jsonl"
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda number: write_atomic(target, f"{number}"), range(400)))
+    assert [path.name for path in tmp_path.iterdir()] == [target.name]
 
 
 def test_links_that_lead_nowhere_are_an_error_and_others_are_followed(tmp_path: Path) -> None:

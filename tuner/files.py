@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import math
 import os
 import re
@@ -44,6 +45,7 @@ MAX_NESTING: Final = 100
 """Ours: manifests nest twenty deep, and YAML's readers take time by the square."""
 _BRACKETS: Final = {"[": 1, "{": 1, "]": -1, "}": -1}
 
+_COPY: Final = ".tune-copy"
 _SCRATCH: Final = "tune-scratch-"
 LEFT_AFTER_S: Final = 600.0
 """Ours: between making a folder and locking it lie microseconds."""
@@ -139,15 +141,15 @@ def _copy_for(target: Path, mode: int, expected: ExpectedText | None) -> Iterato
 
     The folder is on disk too when the block has ended, so that no power loss takes it back.
     """
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    handle, name = _own_copy(target)
     try:
         with os.fdopen(handle, "wb") as copy:
             yield copy
             copy.flush()
             os.fchmod(copy.fileno(), mode)
             os.fsync(copy.fileno())
-        _check_still(target, expected)
-        Path(name).replace(target)
+            _check_still(target, expected)
+            Path(name).replace(target)  # while it is locked
     except BaseException:
         with contextlib.suppress(OSError):
             Path(name).unlink()
@@ -159,6 +161,34 @@ def _copy_for(target: Path, mode: int, expected: ExpectedText | None) -> Iterato
             os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def _own_copy(target: Path) -> tuple[int, str]:
+    """Return a new copy, open and locked, and its path; remove what killed processes left.
+
+    No lock outlives its process: a copy that can be locked is nobody's any more.
+    """
+    prefix = f".{target.name}."
+    for left in target.parent.glob(f"{glob.escape(prefix)}*{_COPY}"):
+        # One that stays is somebody else's, in use, or gone by now.
+        with contextlib.suppress(OSError), _locked(left, os.O_NONBLOCK):
+            left.unlink()
+    while True:
+        handle, name = tempfile.mkstemp(_COPY, prefix, target.parent)
+        if _is_kept(handle):
+            return handle, name
+        os.close(handle)
+
+
+def _is_kept(handle: int) -> bool:
+    """Lock a new copy; return whether nobody else took it for left before it was locked."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # without locks, nobody takes a copy for left either
+        return True
+    return os.fstat(handle).st_nlink > 0
 
 
 def _check_still(target: Path, expected: ExpectedText | None) -> None:
@@ -188,8 +218,10 @@ def scratch_folder() -> Iterator[Path]:
     for left in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*"):
         with contextlib.suppress(OSError):  # somebody else's, in use, or gone by now
             _remove_left(left)
-    with tempfile.TemporaryDirectory(prefix=_SCRATCH) as name, _locked(Path(name)) as folder:
-        yield folder
+    with tempfile.TemporaryDirectory(prefix=_SCRATCH) as name:
+        folder = Path(name)
+        with _locked(folder, os.O_DIRECTORY):
+            yield folder
 
 
 @contextlib.contextmanager
@@ -205,16 +237,16 @@ def _remove_left(folder: Path) -> None:
     made = folder.lstat()
     is_own = stat.S_ISDIR(made.st_mode) and made.st_uid == os.geteuid()
     if is_own and time.time() - made.st_mtime > LEFT_AFTER_S:
-        with _locked(folder):
+        with _locked(folder, os.O_DIRECTORY):
             shutil.rmtree(folder)
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[Path]:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+def _locked(path: Path, kind: int) -> Iterator[None]:
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | kind)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield folder
+        yield
     finally:
         os.close(handle)
 

@@ -97,7 +97,7 @@ class Marked:
                 if wanted in (folder / "environ").read_bytes().split(b"\0"):
                     words = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
                     if words:  # a process that has ended has none
-                        found[int(folder.name)] = words.decode("utf-8", "replace")[:120]
+                        found[int(folder.name)] = words.decode("utf-8", "replace")
         return found
 
     def children(self, of: int) -> list[int]:
@@ -114,7 +114,8 @@ class Marked:
         deadline_s = time.monotonic() + within_s
         while (left := self.alive()) and time.monotonic() < deadline_s:
             time.sleep(0.1)
-        assert left == {}, f"still running: {left}"
+        said = {pid: command[:120] for pid, command in left.items()}
+        assert left == {}, f"still running: {said}"
 
     def end(self) -> None:
         """End all that still runs."""
