@@ -176,9 +176,9 @@ def _by_recording(
     traffic = options.traffic.read()
     announce(traffic)
     facts = source.facts(engine.values)
-    trace = options.traffic.fitted(traffic.trace, facts.max_model_len)
-    trace = options.traffic.part_of(trace)
-    plan = options.traffic.plan(trace)
+    whole = options.traffic.fitted(traffic.trace, facts.max_model_len)
+    plan = options.traffic.plan(whole)
+    trace = options.traffic.warm_part_of(whole, plan)
     limits = options.served.over(facts.current_limits)
 
     def replay(model: StepModel) -> Timelines:
@@ -190,4 +190,4 @@ def _by_recording(
                 f"the recording could not be replayed: {error.message}"
             ) from error
 
-    return by_recording(profile, trace, limits, replay)
+    return by_recording(profile, options.traffic.part_of(whole), limits, replay)

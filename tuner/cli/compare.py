@@ -139,7 +139,7 @@ def _predicted(
         raise ShadowError(
             f"strategies cannot be predicted: {predictor.doubt}", "measure them: no --profile"
         )
-    traces = _traces(options, recorded, facts.max_model_len)
+    traces = _traces(options, recorded, facts.max_model_len, plan)
     whose = "limits as profiled"
     compared = strategies(default, tuned, options.batches, options.processes, whose)
     return {
@@ -148,11 +148,17 @@ def _predicted(
     }
 
 
-def _traces(options: CompareOptions, recorded: Trace, max_model_len: int) -> dict[str, Trace]:
-    """Return what is replayed: as recorded, all at once, and if asked with even lengths."""
-    trace = options.traffic.fitted(recorded, max_model_len)
-    trace = options.traffic.part_of(trace)
-    traces = {RECORDED: trace, SATURATED: saturated(trace)}
+def _traces(
+    options: CompareOptions, recorded: Trace, max_model_len: int, plan: ReplayPlan
+) -> dict[str, Trace]:
+    """Return what is replayed: as recorded, all at once, and if asked with even lengths.
+
+    As recorded a window begins warm; who comes all at once comes to an empty engine.
+    """
+    whole = options.traffic.fitted(recorded, max_model_len)
+    trace = options.traffic.part_of(whole)
+    warm = options.traffic.warm_part_of(whole, plan)
+    traces = {RECORDED: warm, SATURATED: saturated(trace)}
     if options.is_uniform:
         traces[UNIFORM] = uniform(trace)
     return traces
@@ -173,7 +179,7 @@ def _measured(
         facts = host.facts(_without_limits(engine))
         tuned = _tuned(options, facts.current_limits)
         compared = strategies(facts.current_limits, tuned, options.batches, options.processes)
-        traces = _traces(options, recorded, facts.max_model_len)
+        traces = _traces(options, recorded, facts.max_model_len, plan)
         ceiling = compared[0].limits
         for strategy in compared:
             ceiling = ceiling.covering(strategy.limits)

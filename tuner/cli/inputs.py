@@ -17,6 +17,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.serve_config import parse_engine_args
 from tuner.errors import Caveat, UsageError
 from tuner.replay.arrivals import ClockKind, Sessions
+from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import START_TIMEOUT_S
 from tuner.run.inputs import (
     DEMO_NOTE,
@@ -29,6 +30,7 @@ from tuner.run.inputs import (
     traffic_of,
 )
 from tuner.run.options import TraceReading
+from tuner.search.budget import asked_window
 from tuner.shadow.profiled import ProfiledEngine
 from tuner.shadow.profiles import Profile, read_profile
 from tuner.traffic.describe import LARGEST_CAP
@@ -75,11 +77,10 @@ def check_named(paths: Sequence[str]) -> None:
         raise UsageError("--trace is missing", "name the recorded traffic: --trace prod.jsonl")
 
 
-def check_folder(output: Path | None) -> None:
-    """Refuse an -o whose folder is not there before anything is done for it.
-
-    Raises: UsageError.
-    """
+def check_output(output: Path | None) -> None:
+    """Refuse an -o that cannot be a file before anything is done for it. Raises: UsageError."""
+    if output is not None and output.is_dir():
+        raise UsageError(f"-o {output}: that is a folder", "name a file in it")
     if output is not None and not output.resolve().parent.is_dir():
         raise UsageError(f"-o {output}: its folder does not exist", "make it, or name another")
 
@@ -151,6 +152,14 @@ class TrafficOptions(ReplaySettings):
     def part_of(self, trace: Trace) -> Trace:
         """Return the part in the window. Raises: TraceError, UsageError if it holds none."""
         return trace if self.window is None else self.window.resolve(trace).of(trace)
+
+    def warm_part_of(self, trace: Trace, plan: ReplayPlan) -> Trace:
+        """Return the part in the window, and what comes before it, which is not measured.
+
+        Raises: TraceError, UsageError if the window holds none.
+        """
+        window = asked_window(self.window, trace, plan)
+        return trace if window is None else window.of(trace)
 
 
 def announce(

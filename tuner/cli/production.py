@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from tuner.cli.console import say, show_result
-from tuner.cli.inputs import check_folder
+from tuner.cli.inputs import check_output
 from tuner.cli.options import Params, path_of
 from tuner.engine.limits import EngineLimits
 from tuner.engine.serve_config import read_config
@@ -55,7 +55,7 @@ class ProfileFitOptions:
         """Refuse what could not be written later."""
         if not self.recordings:
             raise UsageError("--recording is missing", HOW)
-        check_folder(self.output)
+        check_output(self.output)
 
     @classmethod
     def parse(cls, params: Params) -> Self:
@@ -82,7 +82,7 @@ class DeriveOptions:
 
     def __post_init__(self) -> None:
         """Refuse what could not be written later."""
-        check_folder(self.output)
+        check_output(self.output)
 
     @classmethod
     def parse(cls, params: Params) -> Self:

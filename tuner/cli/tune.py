@@ -13,7 +13,7 @@ import click
 from tuner.cli.console import say
 from tuner.cli.displays import RunDisplay, show_outcome
 from tuner.cli.emit import check_ending, holds_secrets
-from tuner.cli.inputs import EngineOptions, TrafficOptions, check_folder, check_named
+from tuner.cli.inputs import EngineOptions, TrafficOptions, check_named, check_output
 from tuner.cli.options import LADDER, SLO, Params, given_in, path_of
 from tuner.emit.names import Format
 from tuner.emit.recommendation import Recommendation, without_lost
@@ -63,7 +63,7 @@ def read_job(ctx: click.Context) -> Job:
     options = resumed(ctx) if ctx.params["resume"] else tuning_options(with_tuning(ctx.params))
     run = prepare(options)
     output, chosen = path_of(options.notes.get(OUTPUT)), options.notes.get(FORMAT, Format.VLLM)
-    check_folder(output)
+    check_output(output)
     form = Format(chosen)
     check_ending(form, output)
     _check_format(form, run)

@@ -173,9 +173,9 @@ def _tried(
 ) -> _Tried:
     """Return what is tried. Raises: UsageError, TraceError; TooFewSamplesError by an SLO."""
     trace = options.traffic.fitted(traffic.trace, facts.max_model_len)
-    trace = options.traffic.part_of(trace)
+    trace = options.traffic.warm_part_of(trace, plan)
     for slo in options.slos:
-        slo.check_carried_by(len(trace))
+        slo.check_carried_by(trace.measured)
     return _Tried(options, engine, facts, trace, plan)
 
 

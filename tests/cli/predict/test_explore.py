@@ -67,6 +67,7 @@ def test_json_is_the_data_and_no_page_unless_one_is_named(folder: Path, capfd: O
         ("--profile profile.yaml --trace prod.jsonl --loads 2:1:1", "FROM:TO:STEP"),
         ("--profile profile.yaml --trace prod.jsonl --slo fast", "--slo 'fast'"),
         ("--profile profile.yaml --trace prod.jsonl -o gone/x.html", "folder does not exist"),
+        ("--profile profile.yaml --trace prod.jsonl -o .", "that is a folder"),
         (
             "--profile profile.yaml --trace prod.jsonl --objective goodput --force-profile",
             "--objective goodput needs at least one --slo",

@@ -64,6 +64,20 @@ def test_latencies_are_the_servers_and_count_from_the_due_time() -> None:
     assert all(body["ignore_eos"] for body in asked)
 
 
+def test_what_leads_in_to_a_window_is_sent_and_not_measured() -> None:
+    trace = replace(a_trace([0, 0.1, 0.3, 0.4], output=5), lead_in_s=0.25)
+    with SseServer(fails_on=1, first_s=0.02, gap_s=0.01) as server:
+        run = replayed(server, trace)
+    line = run.timelines
+    assert len(server.asked) == 4
+    assert line.due_s == pytest.approx([0.05, 0.15])
+    assert line.sent_s == pytest.approx([0.05, 0.15], abs=0.04)
+    assert line.outcome.tolist() == [Outcome.COMPLETED] * 2
+    assert line.gap_s.total_weight == 2 * 4
+    assert (run.requested_tokens.tolist(), run.errors) == ([5, 5], {})
+    assert run.wall_s == pytest.approx(0.21, abs=0.1)
+
+
 def test_a_next_turn_waits_for_the_answer_over_http_too() -> None:
     trace = replace(
         a_trace([0, 0.01], output=5), turns=Turns(np.array([-1, 0]), np.array([0.0, 0.1]))

@@ -214,8 +214,24 @@ def test_the_unit_of_a_plain_number_can_be_given_but_not_that_of_a_calendar(
     seconds = ReadOptions(time_unit=TimeUnit.SECONDS)
     assert read_trace(path, None, seconds).duration_s == 2000
     azure = written(tmp_path, CSV + "2024-05-10 00:00:10,5,6\n", "a.csv")
-    with pytest.raises(UsageError, match="--time-unit does not apply"):
-        read_trace(azure, None, seconds)
+    own = '{"arrived_at_s": 3, "input_length": 5, "output_length": 7}\n'
+    for known in (azure, written(tmp_path, own, "own.jsonl")):
+        with pytest.raises(UsageError, match=f"{known.name} .*--time-unit does not apply"):
+            read_trace(known, None, seconds)
+
+
+def test_options_for_what_is_in_none_of_the_files_are_refused(tmp_path: Path) -> None:
+    row = '{{"arrived_at_s": {}, "input_length": 5, "output_length": 7{}}}\n'
+    plain = written(tmp_path, row.format(0, "") + row.format(1, ""), "plain.jsonl")
+    hashed = written(tmp_path, row.format(0, ', "hash_ids": [1]'), "hashed.jsonl")
+    blocks = ReadOptions(hash_block_size=64)
+    assert len(read_traces([plain, hashed], None, blocks)) == 3
+    with pytest.raises(UsageError, match=r"--hash-block-size is for hash ids, and .*plain"):
+        read_traces([plain], None, blocks)
+    with pytest.raises(UsageError, match="--sample is for aggregates"):
+        read_traces([plain], None, ReadOptions(sample_s=60.0))
+    with pytest.raises(UsageError, match="--sessions-over is for sessions"):
+        read_traces([plain, hashed], sessions_over_s=60.0)
 
 
 def test_images_are_remarked_on_and_not_replayed(tmp_path: Path) -> None:

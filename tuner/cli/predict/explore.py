@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tuner.cli.console import json_text, say
-from tuner.cli.inputs import check_folder
+from tuner.cli.inputs import check_output
 from tuner.cli.options import Params, path_of
 from tuner.cli.predict.options import LoadsOptions
 from tuner.files import write_atomic
@@ -35,7 +35,7 @@ class ExploreOptions:
 def run_explore(options: ExploreOptions) -> int:
     """Predict every setting at every load, write the page or the data. Raises: TunerError."""
     inputs = options.inputs
-    check_folder(options.output)
+    check_output(options.output)
     began_s = time.monotonic()
     profile, source = inputs.shadow.load()
     trace, surface = inputs.surface(source)

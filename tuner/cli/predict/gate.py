@@ -15,7 +15,7 @@ from tuner.cli.inputs import (
     ShadowOptions,
     TrafficOptions,
     announce,
-    check_folder,
+    check_output,
 )
 from tuner.cli.options import Params, path_of
 from tuner.emit.gate import NO_GATE, WRITERS, evidence
@@ -77,7 +77,7 @@ class GateOptions:
 
 def run_gate(options: GateOptions) -> int:
     """Search for a gate, and print the table or write it. Raises: TunerError."""
-    check_folder(options.output)
+    check_output(options.output)
     answer = _found(options)
     if options.format is None:
         show_result(answer.as_json(), _table(answer), as_json=options.as_json)

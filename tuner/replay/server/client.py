@@ -54,7 +54,8 @@ class HttpRun:
     A request that was longer than the server's max_model_len and not answered in full is
     REFUSED; every other one without its full answer is TIMED_OUT or ABORTED: it failed.
     `errors` counts the failed and the refused by what the server or the network said;
-    `requested_tokens` is the length of answer that each request asked for.
+    `requested_tokens` is the length of answer that each request asked for. Measuring began at
+    `since_s` of `time.monotonic`, after the lead-in, of which nothing but the lag is in it.
 
     Shapes: asked_tokens is [n], as the timelines.
     """
@@ -63,6 +64,7 @@ class HttpRun:
     requested_tokens: Ints
     wall_s: float
     lag_p99_s: float
+    since_s: float
     errors: dict[str, int] = field(default_factory=dict)
 
 
@@ -125,7 +127,7 @@ class _Client:
         self._changed = asyncio.Event()
         self._sent = self._ended = 0
         self._lag_s: list[float] = []
-        self._began_s = 0.0
+        self._began_s, self._measures = 0.0, trace.lead_in_s == 0
 
     def _now_s(self) -> float:
         return time.monotonic() - self._began_s
@@ -147,9 +149,15 @@ class _Client:
                     task.cancel()
                 await asyncio.gather(*self._tasks, watch, return_exceptions=True)
         lag_p99_s = float(np.quantile(self._lag_s, 0.99)) if self._lag_s else 0.0
-        requested_tokens = self._trace.output_tokens
-        line = self._record.finish()
-        return HttpRun(line, requested_tokens, self._now_s(), lag_p99_s, self._errors)
+        lead_in_s, rows = self._trace.lead_in_s, np.flatnonzero(self._trace.is_measured)
+        return HttpRun(
+            self._record.finish().rows(rows).counted_from(lead_in_s),
+            self._trace.output_tokens[rows],
+            max(0.0, self._now_s() - lead_in_s),
+            lag_p99_s,
+            self._began_s + lead_in_s,
+            self._errors,
+        )
 
     async def _send_all(
         self,
@@ -211,13 +219,13 @@ class _Client:
                 else:
                     said = (await answer.content.read(300)).decode("utf-8", "replace")
                     outcome = self._unanswered(row, refused=answer.status == 400)
-                    self._failed(f"HTTP {answer.status}: {said}")
+                    self._failed(row, f"HTTP {answer.status}: {said}")
         except TimeoutError as error:
             outcome = Outcome.TIMED_OUT
-            self._failed(str(error) or "no full answer within --request-timeout")
+            self._failed(row, str(error) or "no full answer within --request-timeout")
         except (aiohttp.ClientError, HttpProcessingError, ValueError) as error:
             # A line that is longer than aiohttp takes is one of the last two, by its release.
-            self._failed(f"{type(error).__name__}: {str(error)[:200]}")
+            self._failed(row, f"{type(error).__name__}: {str(error)[:200]}")
         finally:
             self._record.ended(row, outcome)
             self._ended += 1
@@ -227,7 +235,9 @@ class _Client:
         """Return whether a request exceeds the server's max_model_len, so that none failed."""
         return Outcome.REFUSED if refused and self._too_long[row] else Outcome.ABORTED
 
-    def _failed(self, what: str) -> None:
+    def _failed(self, row: int, what: str) -> None:
+        if row < self._trace.led_in:
+            return
         if what not in self._errors and len(self._errors) >= MAX_ERRORS:
             what = "errors in other words"
         self._errors[what] = self._errors.get(what, 0) + 1
@@ -242,13 +252,16 @@ class _Client:
             if data == _DONE:
                 break
             at_s = self._now_s()
+            if not self._measures and at_s >= self._trace.lead_in_s:
+                self._measures = True
+                self._record.begin_to_measure()
             try:
                 event = _EVENTS.decode(data)
             except msgspec.MsgspecError as error:
-                self._failed(f"an event that is none of vLLM's: {error}")
+                self._failed(row, f"an event that is none of vLLM's: {error}")
                 return Outcome.ABORTED
             if event.error is not None:
-                self._failed(f"in the stream: {str(event.error)[:200]}")
+                self._failed(row, f"in the stream: {str(event.error)[:200]}")
                 return Outcome.ABORTED
             total = known if event.usage is None else event.usage.completion_tokens
             if total > known:
@@ -256,7 +269,7 @@ class _Client:
                 known = total
         if known != wanted:
             self._failed(
-                f"answers of other than the recorded length, e.g. {known} for {wanted}"
+                row, f"answers of other than the recorded length, e.g. {known} for {wanted}"
             )
             # vLLM 0.32 takes a prompt that fits and ends its answer at max_model_len.
             return self._unanswered(row, refused=known < wanted)

@@ -209,7 +209,7 @@ def verification(
         measured=measured,
         failed=failed,
         predicted=predicted,
-        cache_usage=scraper.spread("gpu_cache_usage_perc"),
+        cache_usage=scraper.spread("gpu_cache_usage_perc", run.since_s),
         broken=tuple(broken.values()),
         lag_p99_s=run.lag_p99_s,
         errors=run.errors,

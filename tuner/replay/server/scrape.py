@@ -6,6 +6,7 @@ Source: vLLM v1/metrics/loggers.py; kv_cache_usage_perc was gpu_cache_usage_perc
 from __future__ import annotations
 
 import threading
+import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
@@ -46,7 +47,7 @@ class Scraper:
 
     url: str
     every_s: float = 0.5
-    readings: list[dict[str, float]] = field(default_factory=list)
+    readings: list[tuple[float, dict[str, float]]] = field(default_factory=list)
     missed: int = 0
     _stop: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
@@ -65,12 +66,15 @@ class Scraper:
         while not self._stop.is_set():
             try:
                 with DIRECT.open(f"{self.url}/metrics", timeout=5) as page:
-                    self.readings.append(read_gauges(page.read().decode("utf-8")))
+                    gauges = read_gauges(page.read().decode("utf-8"))
+                    self.readings.append((time.monotonic(), gauges))
             except (urllib.error.URLError, OSError, ValueError):
                 self.missed += 1
             self._stop.wait(self.every_s)
 
-    def spread(self, name: str) -> tuple[float, float] | None:
-        """Return mean and maximum of a gauge, None if the page never had it."""
-        values = [reading[name] for reading in self.readings if name in reading]
+    def spread(self, name: str, since_s: float) -> tuple[float, float] | None:
+        """Return mean and maximum of a gauge since an instant, None if the page had none."""
+        values = [
+            read[name] for at_s, read in self.readings if at_s >= since_s and name in read
+        ]
         return (float(np.mean(values)), float(max(values))) if values else None

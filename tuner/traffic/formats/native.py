@@ -15,12 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from tuner.traffic.formats.columns import Columns, ReadOptions, TimeUnit, TraceFormat
+from tuner.traffic.formats.columns import (
+    Columns,
+    ReadOptions,
+    TimeUnit,
+    TraceFormat,
+    no_time_unit,
+)
 from tuner.traffic.formats.jsonl import read_json_lines
 from tuner.traffic.formats.jsonl_rows import KEY, Dialect, Header
 from tuner.traffic.traces import Trace, ZeroOutput
@@ -38,8 +43,18 @@ def matches(head: bytes) -> bool:
 
 
 def read(path: Path, options: ReadOptions) -> Columns:
-    """Return the columns. Raises: TraceError that names the first wrong line."""
-    return read_json_lines(path, options, partial(settle, options))
+    """Return the columns.
+
+    Raises: TraceError that names the first wrong line; UsageError for a unit of a clock that
+        has its own.
+    """
+
+    def chosen(row: dict[str, object], header: Header) -> Dialect:
+        if "arrived_at_s" in row:
+            no_time_unit(path, options)
+        return settle(options, row, header)
+
+    return read_json_lines(path, options, chosen)
 
 
 def settle(options: ReadOptions, row: dict[str, object], header: Header) -> Dialect:

@@ -96,10 +96,10 @@ def read_trace(
         reader = chosen if chosen is not None else _detected(source)
         try:
             columns = reader.read(source.path, options)
-        except TraceError as wrong:
+        except (TraceError, UsageError) as wrong:
             # What was unpacked or piped is known to the user by another name.
             text = wrong.message.replace(str(source.path), str(path))
-            raise TraceError(text, wrong.hint) from wrong
+            raise type(wrong)(text, wrong.hint) from wrong
         return assemble(
             columns,
             options,
@@ -134,7 +134,9 @@ def read_traces(
             "stretches are not of one time",
             "name one file, or leave --sample out and choose a --window",
         )
-    if len(traces) > 1 and not have_one_clock(traces) and _are_sessions(traces):
+    are_sessions = len(traces) > 1 and not have_one_clock(traces) and _are_sessions(traces)
+    _check_applies(traces, options, sessions_over_s, are_sessions=are_sessions)
+    if are_sessions:
         trace = _overlapped(traces, sessions_over_s, options.seed)
     else:
         trace = merge(traces)
@@ -142,6 +144,29 @@ def read_traces(
             message = f"{len(traces)} recordings with clocks of their own begin together"
             trace = replace(trace, notes=trace.notes.with_remark(message))
     return trace if spread_seed is None else spread(trace, spread_seed)
+
+
+def _check_applies(
+    traces: Sequence[Trace],
+    options: ReadOptions,
+    sessions_over_s: float | None,
+    *,
+    are_sessions: bool,
+) -> None:
+    """Refuse options for what is in none of the files. Raises: UsageError."""
+    has_hashes = any(trace.hashes is not None for trace in traces)
+    is_drawn = any(trace.notes.sampled_from for trace in traces)
+    asked = (
+        ("--hash-block-size", options.hash_block_size, has_hashes, "hash ids"),
+        ("--sample", options.sample_s, is_drawn, "aggregates to draw requests from"),
+        ("--sessions-over", sessions_over_s, are_sessions, "sessions with clocks of their own"),
+    )
+    for option, value, applies, what in asked:
+        if value is not None and not applies:
+            named = ", ".join(dict.fromkeys(trace.source for trace in traces))
+            raise UsageError(
+                f"{option} is for {what}, and {named} has none", f"leave {option} out"
+            )
 
 
 def _are_sessions(traces: Sequence[Trace]) -> bool:
