@@ -13,7 +13,7 @@ from support.toy import ToyCosts, ToySource
 from support.toy_tune import write_trace
 from tuner.cli.commands import compare
 from tuner.cli.compare import CompareOptions, run_compare
-from tuner.errors import UsageError
+from tuner.errors import ShadowError, UsageError
 from tuner.report.page import sections_of
 from tuner.report.run_files import read_run
 from tuner.shadow.profiles import write_profile
@@ -94,7 +94,11 @@ def test_a_profile_predicts_the_order_of_the_field(
     assert two <= alone * 1.001
     assert "2 engines" in names[1]
     assert compared(trace, *profile) == 0
-    assert "with all requests there at once" in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert "with all requests there at once" in told.out
+    assert "caveat: the profile may be of another machine or engine" in told.err
+    with pytest.raises(ShadowError, match="max-model-len: not set, here it is 64"):
+        compared(trace, *profile[:2], "--engine-arg", "max-model-len=64")
 
 
 def test_static_batches_that_are_offered_more_than_they_ever_serve_are_marked(

@@ -126,8 +126,13 @@ def test_limits_that_nobody_names_are_those_of_the_profile(profile: Profile) -> 
     assert some.current_limits == EngineLimits(24, 4096)
 
 
+def test_a_limit_may_be_written_as_vllm_reads_it(profile: Profile) -> None:
+    values = {**SERVED, "max-num-batched-tokens": "8k"}
+    assert ProfiledEngine(profile).current_limits(values) == EngineLimits(16, 8000)
+
+
 def test_a_limit_that_is_no_number_is_refused(profile: Profile) -> None:
-    with pytest.raises(UsageError, match="no number"):
+    with pytest.raises(UsageError, match="must be a whole number"):
         ProfiledEngine(profile).facts({"max-num-seqs": "many"})
 
 

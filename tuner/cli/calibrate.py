@@ -100,9 +100,9 @@ def run_calibrate(options: CalibrateOptions) -> int:
     profile, source = options.shadow.load()
     corrected, found = _corrected(profile, source, options)
     write_profile(options.output, corrected)
-    error = StatedError.of(corrected)
-    content = {"engine": "shadow", **found.as_json(), "error_ratio": error.wrong_ratio}
-    lines = [*found.lines(), f"predictions by it are {error.words()}"]
+    error = StatedError.of(corrected, is_forced=options.shadow.is_forced)
+    content = {"engine": "shadow", **found.as_json(), **error.as_json()}
+    lines = [*found.lines(), f"predictions by it are {error.words()}", *error.lines()]
     show_result(content, lines, as_json=options.as_json)
     say(f"written: {options.output}")
     return 0

@@ -38,7 +38,7 @@ from tuner.replay.runner import EngineRunner
 from tuner.report.page import REPORT_FILE
 from tuner.report.run_files import read_run
 from tuner.run.directory import COMPARE_FILE
-from tuner.run.inputs import EngineChoice, engine_of_profile
+from tuner.run.inputs import EngineChoice
 from tuner.run.loads.strategies import (
     Strategy,
     StrategyRow,
@@ -52,6 +52,7 @@ from tuner.run.loads.strategies import (
     uniform,
 )
 from tuner.shadow.predictor import Predictor
+from tuner.shadow.profiled import ProfiledEngine
 from tuner.traffic.traces import LoadModel, Trace
 
 # What is replayed, by the name under which it is kept, and what the table is called.
@@ -109,14 +110,15 @@ def run_compare(options: CompareOptions, source: EngineSource | None = None) -> 
     if options.run_dir is not None:
         # What could not be kept in the end is refused now.
         read_run(options.run_dir)
-    engine = options.engine.choose()
+    loaded = None if options.shadow is None else options.shadow.load()
+    engine = options.engine.choose(None if loaded is None else loaded[0])
     traffic = options.traffic.read()
     plan = options.traffic.plan(traffic.trace)
     if plan.load_model is LoadModel.CLOSED:
         raise UsageError("strategies are compared on arrivals: leave --load-model closed out")
-    announce(traffic, is_demo=engine.is_demo and options.shadow is None)
-    if options.shadow is not None:
-        rows = _predicted(options, options.shadow, traffic.trace, plan)
+    announce(traffic, is_demo=engine.is_demo and loaded is None)
+    if loaded is not None:
+        rows = _predicted(options, loaded[1], engine, traffic.trace, plan)
     else:
         start = source or LiveSource()
         with log_folder("tune-compare-") as folder:
@@ -127,13 +129,17 @@ def run_compare(options: CompareOptions, source: EngineSource | None = None) -> 
 
 
 def _predicted(
-    options: CompareOptions, shadow: ShadowOptions, recorded: Trace, plan: ReplayPlan
+    options: CompareOptions,
+    source: ProfiledEngine,
+    engine: EngineChoice,
+    recorded: Trace,
+    plan: ReplayPlan,
 ) -> dict[str, list[StrategyRow]]:
     """Predict every strategy on every kind of traffic."""
-    profile, source = shadow.load()
-    values = engine_of_profile(profile, options.engine.config).values
-    facts = source.facts(values)
-    default, predictor = profile.current_limits, Predictor(profile)
+    facts, default = source.facts(engine.values), source.profile.current_limits
+    predictor = Predictor(source.profile, is_forced=source.is_forced)
+    for line in predictor.error.lines():
+        say(line)
     tuned = _tuned(options, default)
     if predictor.doubt:
         raise ShadowError(

@@ -15,7 +15,7 @@ from tuner.cli.console import say
 from tuner.cli.options import Params, path_of
 from tuner.engine.limits import EngineLimits
 from tuner.engine.serve_config import parse_engine_args
-from tuner.errors import Caveat, UsageError
+from tuner.errors import UsageError
 from tuner.replay.arrivals import ClockKind, Sessions
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import START_TIMEOUT_S
@@ -162,14 +162,10 @@ class TrafficOptions(ReplaySettings):
         return trace if window is None else window.of(trace)
 
 
-def announce(
-    traffic: Traffic, *, is_demo: bool = False, shadow: ShadowOptions | None = None
-) -> None:
-    """Describe what is replayed, and say so if what takes it is the demo model, or forced."""
+def announce(traffic: Traffic, *, is_demo: bool = False) -> None:
+    """Describe what is replayed, and say so if what takes it is the demo model."""
     for line in traffic.lines:
         say(line)
-    if shadow is not None and shadow.is_forced:
-        say(f"caveat: {Caveat.PROFILE_FORCED.text}")
     if is_demo:
         say(DEMO_NOTE)
 

@@ -466,8 +466,8 @@ replay_options = cloup.option_group(
         "--window",
         type=WINDOW,
         metavar="SPAN",
-        help="Part of the trace: all, 5m:10m, peak:300s or typical:300s; default: what "
-        "fits into the time.",
+        help="Part of the trace: all, 5m:10m, peak:300s or typical:300s; default: all, and "
+        "of tune what fits into the time.",
     ),
     click.option(
         "--load", type=LOAD, default="1", metavar="X", show_default=True, help=f"{LOAD_MEANS}."

@@ -172,7 +172,7 @@ def thin(replicas: int, router: str, replica: int, **params: Any) -> int:
     click.option(
         "--concurrency", is_flag=True, help="Take requests in flight instead of arrivals."
     ),
-    click.option("--seed", type=int, default=0, show_default=True, help="Seed of the sample."),
+    count_option("--seed", least=0, default=0, help="Seed of the sample."),
     _OUTPUT,
 )
 @prometheus_options("24h")

@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import click
@@ -20,7 +20,6 @@ from tuner.errors import UsageError
 from tuner.run.options import TraceReading
 from tuner.traffic.concurrency import SECONDS_PER_OUTPUT_TOKEN
 from tuner.traffic.describe import describe
-from tuner.traffic.formats import ReadOptions
 from tuner.traffic.formats.in_flight import trace_from_concurrency
 from tuner.traffic.formats.sources import expand, is_private, write_trace
 from tuner.traffic.reshape import Router, thin
@@ -154,10 +153,11 @@ def run_from_concurrency(options: ConcurrencyOptions) -> int:
 
     Raises: TraceError, UsageError.
     """
-    lengths = options.reading.read([options.lengths])
-    seed = options.reading.rows.seed
-    most = ReadOptions(max_unpacked_bytes=options.reading.rows.max_unpacked_bytes)
-    trace = trace_from_concurrency(options.recording, lengths, seed, most)
+    rows = options.reading.rows
+    # Of the trace the lengths count and not when they came: the clock is the recording's.
+    reading = replace(options.reading, rows=replace(rows, time_unit=None))
+    lengths = reading.read([options.lengths])
+    trace = trace_from_concurrency(options.recording, lengths, rows.seed, rows)
     _say_dropped(lengths)
     secret = is_private([options.recording, options.lengths])
     return write_described(trace, options.output, secret=secret)

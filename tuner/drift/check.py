@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any, Final, Self
 
@@ -29,6 +29,7 @@ from tuner.search.budget import Aim
 from tuner.search.objective import Tier, is_rate
 from tuner.search.race import RaceDecision, RaceVerdict
 from tuner.search.trials import Observation
+from tuner.shadow.calibration import StatedError
 from tuner.stats import Estimate
 from tuner.traffic.describe import hits_differ, reused_tokens
 from tuner.traffic.prometheus import known_in_part
@@ -119,7 +120,8 @@ class Checked:
     """A verdict with its reasons.
 
     `current` is None where it is not known, `best`, the best on the new traffic by the shadows,
-    where nothing was replayed; `state` names the demand that even the best does not meet.
+    and `error`, what is said of predictions by the profile, where nothing was replayed; `state`
+    names the demand that even the best does not meet.
     """
 
     verdict: DriftVerdict
@@ -129,6 +131,7 @@ class Checked:
     best: EngineLimits | None = None
     gain: Gain | None = None
     state: str = ""
+    error: StatedError | None = None
 
     @property
     def exit_code(self) -> int:
@@ -141,6 +144,7 @@ class Checked:
             "verdict": str(self.verdict),
             "why": self.why,
             "engine": "shadow",
+            **({} if self.error is None else self.error.as_json()),
             "shifts": [shift.as_json() for shift in self.drift.shifts],
             "not_compared": list(self.drift.not_compared),
             "current": None if self.current is None else asdict(self.current),
@@ -155,6 +159,8 @@ class Checked:
             yield shift.text
         for left_out in self.drift.not_compared:
             yield f"not compared: {left_out}"
+        if self.error is not None:
+            yield from self.error.lines()
         by = ""
         if self.verdict is DriftVerdict.PAYS and self.gain is not None:
             low, high = self.gain.interval
@@ -201,6 +207,7 @@ def check_traffic(
     others = len(space.grid())
     note(f"traffic has shifted: predicting it at {space.current} and {others} others")
     checked = check(drift, ready.trace, ready.retune, ready.aim)
+    checked = replace(checked, error=ready.retune.predictor.error)
     if remark := ready.retune.predictor.info(space.ceiling).remark:
         note(remark)
     return checked

@@ -115,4 +115,5 @@ def retune_on(
     space = search_space(facts, trace, options.ladder, current or facts.current_limits)
     space = replace(space, reach=options.reach)
     aim = options.aim(baseline, trace)
-    return Ready(Retune(space, Predictor(profile, space.ceiling, options.seed)), aim, trace)
+    predictor = Predictor(profile, space.ceiling, options.seed, is_forced=options.is_forced)
+    return Ready(Retune(space, predictor), aim, trace)

@@ -54,6 +54,11 @@ class Explored:
     took_s: float
 
     @property
+    def requests(self) -> int:
+        """How many requests are measured at the load that the trace was given with."""
+        return sum(piece.measured for piece in self.surface.workload.pieces)
+
+    @property
     def loads(self) -> list[float]:
         """The loads as multiples of the recorded arrivals."""
         return [at.load for at in self.surface.loads]
@@ -101,14 +106,14 @@ def _at(load: float) -> str:
 
 def _answer(explored: Explored) -> Section:
     surface = explored.surface
-    n, requests = len(surface.settings), counted(len(explored.trace), "request")
+    n, requests = len(surface.settings), counted(explored.requests, "request")
     replays = counted(n * len(surface.loads), "replay")
     sentences = (
         "Every number on this page is predicted, none was measured: "
         f"{surface.error.words(percent(surface.error.wrong_ratio))}",
         *surface.error.lines(),
         f"{counted(n, 'setting')} at {counted(len(surface.loads), 'load')}: "
-        f"{replays} of {explored.trace.source} ({requests} as recorded), and at each load "
+        f"{replays} of {explored.trace.source} ({requests}), and at each load "
         f"draws of other traffic that tell what is best, in {plain(explored.took_s)} s",
     )
     return Section("answer", "The answer", tuple(sentence(text) for text in sentences))

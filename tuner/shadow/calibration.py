@@ -197,9 +197,10 @@ class StatedError:
     is_corrected: bool = False
 
     @classmethod
-    def of(cls, profile: Profile) -> StatedError:
-        """Return what is said of a profile's predictions."""
-        caveats = (Caveat.DERIVED,) if profile.origin else ()
+    def of(cls, profile: Profile, *, is_forced: bool = False) -> StatedError:
+        """Return what is said of a profile's predictions, which may be forced on an engine."""
+        holds = {Caveat.DERIVED: bool(profile.origin), Caveat.PROFILE_FORCED: is_forced}
+        caveats = tuple(caveat for caveat, applies in holds.items() if applies)
         return cls(error_ratio(profile), caveats, profile.is_corrected)
 
     @property
@@ -212,7 +213,8 @@ class StatedError:
             else f": expect a time per output token up to {percent} longer, and a first token "
             "10 ms later and 30 % off"
         )
-        return {caveat: f"{caveat.text}{expected}" for caveat in self.caveats}
+        own = {Caveat.DERIVED: expected}
+        return {caveat: f"{caveat.text}{own.get(caveat, '')}" for caveat in self.caveats}
 
     def words(self, share: str = "") -> str:
         """Return it in words; `share` is the error as a page writes it."""

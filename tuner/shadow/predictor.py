@@ -37,13 +37,15 @@ class Predictor:
     `ceiling` is what the engine starts at, on which its KV-cache blocks and captured graphs
     depend; None where it starts at the limits themselves. With `has_own_graphs` the graphs are
     those of the limits whatever it starts at. `seed` draws the prompts that vLLM's scheduler is
-    asked with, where the simulator must not be relied on.
+    asked with, where the simulator must not be relied on. `is_forced`: the profile may be of
+    another engine.
     """
 
     profile: Profile
     ceiling: EngineLimits | None = None
     seed: int = 0
     has_own_graphs: bool = True
+    is_forced: bool = False
     _engines: dict[EngineLimits, ReferenceEngine] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -58,7 +60,7 @@ class Predictor:
     @property
     def error(self) -> StatedError:
         """How wrong its predictions are said to be, and the caveats they carry."""
-        return StatedError.of(self.profile)
+        return StatedError.of(self.profile, is_forced=self.is_forced)
 
     @property
     def doubt(self) -> str:

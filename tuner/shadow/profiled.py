@@ -14,7 +14,8 @@ from tuner.engine.demo import DEMO_MODEL_DIR, is_demo_model
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineFacts
 from tuner.engine.serve_config import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, hyphenated
-from tuner.errors import ShadowError, UsageError
+from tuner.engine.serve_config import limits as limits_of
+from tuner.errors import ShadowError
 from tuner.redact import REDACTED, redacted
 from tuner.shadow.calibration import StatedError
 from tuner.shadow.profiles import Profile, check_fits
@@ -114,15 +115,8 @@ class ProfiledEngine:
 
         Raises: UsageError for one that is no number.
         """
-        spelled = {hyphenated(key): value for key, value in values.items()}
-        known = self.profile.current_limits
-        try:
-            return EngineLimits(
-                int(str(spelled.get(MAX_NUM_SEQS, known.max_num_seqs))),
-                int(str(spelled.get(MAX_NUM_BATCHED_TOKENS, known.max_num_batched_tokens))),
-            )
-        except ValueError as wrong:
-            raise UsageError(f"a limit of the configuration is no number: {wrong}") from wrong
+        (seqs, tokens), known = limits_of(values), self.profile.current_limits
+        return EngineLimits(seqs or known.max_num_seqs, tokens or known.max_num_batched_tokens)
 
 
 def layers_of(model: str) -> str:

@@ -29,9 +29,8 @@ def test_more_load_wants_larger_caps_until_a_change_pays(
     profile, trace = files
     command = ["plan", "--profile", profile, "--trace", trace, "--force-profile"]
     assert run([*command, "--loads", "0.05,1", "--max-num-seqs", "2,8,24", "--json"]) == 0
-    out, err = capfd.readouterr()
-    assert "caveat: the profile may be of another machine or engine" in err
-    told = json.loads(out)
+    told = json.loads(capfd.readouterr().out)
+    assert [caveat["id"] for caveat in told["caveats"]] == ["profile_forced"]
     assert told["engine"] == "shadow"
     assert told["current"] == {"max_num_seqs": 4, "max_num_batched_tokens": 512}
     light, heavy = told["loads"]
@@ -123,6 +122,11 @@ def test_where_settings_cannot_be_compared_the_cause_is_told(
         (["--router", "least-loaded"], "--router is for --fleet"),
         (["--gpu-hour-price", "2"], "--gpu-hour-price is for --fleet"),
         (["--clients", "--timezone", "+02:00"], "--timezone is for --by hour"),
+        (["--clients", "--max-num-seqs", "4"], "--max-num-seqs is for the plan by load"),
+        (
+            ["--fleet", "--slo", "e2e_p90=2s", "--objective", "goodput"],
+            "--objective is for the plan by load",
+        ),
     ],
 )
 def test_an_option_that_another_kind_of_plan_reads_is_refused(
@@ -202,7 +206,7 @@ def test_a_fleet_is_planned_by_stretches_with_its_cost(
     out = capfd.readouterr().out
     assert f"{fixed['replicas']} replicas at" in out
     assert "least-loaded router keep e2e_p90=2s" in out
-    assert len(out.splitlines()) == 10 + len(fixed["stretches"])
+    assert len(out.splitlines()) == 11 + len(fixed["stretches"])
 
 
 @pytest.mark.parametrize(
@@ -211,6 +215,7 @@ def test_a_fleet_is_planned_by_stretches_with_its_cost(
         ([], "--fleet needs an SLO"),
         (["--slo", "e2e_p90=2s", "--by", "hour"], "two plans"),
         (["--slo", "e2e_p90=2s", "--router", "prefix"], "no hash ids"),
+        (["--slo", "e2e_p90=2s", "--stretch", "0s"], "--stretch must be at least 1s"),
     ],
 )
 def test_a_fleet_that_cannot_be_planned_is_refused(
@@ -220,6 +225,31 @@ def test_a_fleet_that_cannot_be_planned_is_refused(
     command = ["plan", "--profile", profile, "--trace", trace, "--force-profile", "--fleet"]
     assert run([*command, *more]) == 2
     assert said in capfd.readouterr().err
+
+
+def test_a_stretch_without_a_request_takes_one_replica(
+    files: tuple[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rows = [json.loads(line) for line in Path(files[1]).read_text().splitlines()[:60]]
+    late = [{**row, "arrived_at_s": row["arrived_at_s"] + 300.0} for row in rows]
+    trace = tmp_path / "gap.jsonl"
+    trace.write_text("".join(f"{json.dumps(row)}\n" for row in (*rows, *late)))
+    command = ["plan", "--profile", files[0], "--trace", str(trace), "--force-profile"]
+    asked = ["--fleet", "--slo", "e2e_p90=2s", "--stretch", "60s", "--json"]
+    assert run([*command, *asked]) == 0
+    for way in json.loads(capfd.readouterr().out)["ways"]:
+        assert [one["start_s"] for one in way["stretches"]] == [0.0, 300.0]
+
+
+def test_in_a_closed_loop_one_load_is_predicted(
+    files: tuple[str, str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = ["plan", "--profile", files[0], "--trace", files[1], "--force-profile"]
+    closed = ["--load-model", "closed", "--concurrency", "4", "--max-num-seqs", "4"]
+    assert run([*command, *closed, "--loads", "0.5,1,2", "--json"]) == 0
+    out, err = capfd.readouterr()
+    assert [at["load"] for at in json.loads(out)["loads"]] == [1.0]
+    assert "keeps as many in flight at every load: one is predicted" in err
 
 
 def test_clients_are_told_the_same_in_words_and_in_json(
@@ -262,9 +292,10 @@ def test_what_is_predicted_from_a_derived_profile_carries_the_caveat(
     assert run(command) == 0
     text = capfd.readouterr().out
     assert f"caveat: {Caveat.DERIVED.text}" in text
+    assert f"caveat: {Caveat.PROFILE_FORCED.text}" in text
     assert "on what was measured" not in text
     assert run([*command, "--json"]) == 0
     told = json.loads(capfd.readouterr().out)
-    (caveat,) = told["caveats"]
-    assert caveat["id"] == "derived"
-    assert caveat["text"].startswith(f"{Caveat.DERIVED.text}: expect a time per output token")
+    texts = {caveat["id"]: caveat["text"] for caveat in told["caveats"]}
+    assert texts["derived"].startswith(f"{Caveat.DERIVED.text}: expect a time per output token")
+    assert texts["profile_forced"] == Caveat.PROFILE_FORCED.text

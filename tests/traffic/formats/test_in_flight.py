@@ -10,8 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tuner.cli import run
 from tuner.errors import Caveat, TraceError, UsageError
 from tuner.traffic.describe import describe
+from tuner.traffic.formats import read_trace
 from tuner.traffic.formats.columns import ReadOptions, TimeUnit, assemble
 from tuner.traffic.formats.in_flight import (
     matches,
@@ -84,6 +86,18 @@ def test_a_smaller_unit_is_asked_for_and_never_guessed(tmp_path: Path) -> None:
     named = written(tmp_path, "time_s,in_flight\n1,2\n2,0\n", "named.csv")
     with pytest.raises(UsageError, match="--time-unit does not apply"):
         read_in_flight(named, ReadOptions(time_unit=TimeUnit.MILLISECONDS))
+
+
+def test_the_clock_of_a_recording_is_no_clock_of_the_lengths(tmp_path: Path) -> None:
+    flow = written(tmp_path, "time,in_flight\n0,2\n1000,4\nlater,4\n3000,0\n")
+    lengths = tmp_path / "lengths.jsonl"
+    lengths.write_text('{"arrived_at_s": 0, "input_length": 9, "output_length": 50}\n' * 2)
+    asked = ["trace", "from-concurrency", str(flow), "--lengths", str(lengths)]
+    asked += ["--time-unit", "ms", "--skip-invalid", "--max-invalid", "50"]
+    assert run([*asked, "-o", str(tmp_path / "closed.jsonl")]) == 0
+    trace = read_trace(tmp_path / "closed.jsonl")
+    assert trace.concurrency is not None
+    assert trace.concurrency.times_s.tolist() == [0, 1, 3]
 
 
 def test_without_lengths_it_is_told_how_to_give_them(tmp_path: Path) -> None:

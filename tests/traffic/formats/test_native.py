@@ -12,6 +12,7 @@ import pytest
 from tuner.errors import TraceError
 from tuner.traffic.formats import read_trace
 from tuner.traffic.formats.native import native_rows
+from tuner.traffic.formats.sources import write_trace
 from tuner.traffic.resample import Resampler, at_load
 from tuner.traffic.reshape import merge
 from tuner.traffic.traces import Trace
@@ -63,3 +64,21 @@ def test_a_priority_that_is_no_whole_number_is_refused(
 ) -> None:
     with pytest.raises(TraceError, match=r"line 2: priority must be a 64-bit whole number"):
         read_trace(written(tmp_path, [0, priority]))
+
+
+def test_a_turn_that_came_before_what_it_waits_for_waits_for_none(tmp_path: Path) -> None:
+    path = tmp_path / "turned.jsonl"
+    path.write_text(
+        '{"arrived_at_s": 5, "input_length": 10, "output_length": 5}\n'
+        '{"arrived_at_s": 1, "input_length": 9, "output_length": 5, "after": 0, "pause_s": 1}\n'
+        '{"arrived_at_s": 9, "input_length": 8, "output_length": 5, "after": 0, "pause_s": 2}\n'
+    )
+    trace = read_trace(path)
+    assert trace.turns is not None
+    assert trace.turns.after.tolist() == [-1, -1, 1]
+    assert trace.turns.pause_s.tolist() == [0, 0, 2]
+    assert "1 turns arrived before the request" in " ".join(trace.notes.remarks)
+    write_trace(trace, str(tmp_path / "written.jsonl"))
+    again = read_trace(tmp_path / "written.jsonl")
+    assert again.turns is not None
+    assert again.turns.after.tolist() == [-1, -1, 1]

@@ -75,7 +75,7 @@ def _content(explored: Explored) -> dict[str, Any]:
         "trace": {
             "source": trace.source,
             "sha256": trace.sha256,
-            "requests": len(trace),
+            "requests": explored.requests,
             "load": trace.load,
         },
         "took_s": explored.took_s,

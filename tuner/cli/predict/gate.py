@@ -100,9 +100,10 @@ def _found(options: GateOptions) -> GateAnswer:
     facts = source.facts(engine_of_profile(profile).values)
     limits = options.limits.over(facts.current_limits)
     traffic = options.traffic.read(limits.max_num_seqs)
-    announce(traffic, shadow=options.shadow)
+    announce(traffic)
     trace = options.traffic.fitted(traffic.trace, facts.max_model_len)
-    predictor = Predictor(profile, seed=options.traffic.seed)
+    is_forced = options.shadow.is_forced
+    predictor = Predictor(profile, seed=options.traffic.seed, is_forced=is_forced)
     if remark := predictor.info(limits).remark:
         say(remark)
     plan = options.traffic.plan(trace)

@@ -73,14 +73,20 @@ class LoadsOptions:
         trace = self.traffic.fitted(recorded, facts.max_model_len)
         busiest = at_load(trace, load)
         space = search_space(facts, busiest, self.ladder, facts.current_limits)
-        return trace, Retune(space, Predictor(profile, space.ceiling, self.traffic.seed))
+        seed, is_forced = self.traffic.seed, self.shadow.is_forced
+        predictor = Predictor(profile, space.ceiling, seed, is_forced=is_forced)
+        return trace, Retune(space, predictor)
 
     def surface(self, source: ProfiledEngine) -> tuple[Trace, Surface]:
         """Return the trace, and what is predicted of it at every load. Raises: TunerError."""
         check_has(self.knobs, source.profile.shape.vllm_version)
         trace, retune, workload = self._read(source)
+        loads = self.loads
+        if len(loads) > 1 and not workload.plan.bears_loads:
+            say("note: a closed loop keeps as many in flight at every load: one is predicted")
+            loads = (self.traffic.load,)
         found = predict_surface(
-            retune.predictor, retune.space, workload, self.loads, say, self.knobs
+            retune.predictor, retune.space, workload, loads, say, self.knobs
         )
         self._say_what_no_load_mends(retune, workload, found)
         return trace, found
@@ -111,7 +117,7 @@ class LoadsOptions:
         At another load what leads in to a window is multiplied with it, as for a capacity.
         """
         traffic = self.traffic.read(max(self.ladder) * PAST_LADDER)
-        announce(traffic, shadow=self.shadow)
+        announce(traffic)
         trace, retune = self.retune(source, traffic.trace, self.loads[-1])
         window = asked_window(self.traffic.window, trace, self.traffic.plan(trace))
         if remark := retune.predictor.info(retune.space.current).remark:

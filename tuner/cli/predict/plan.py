@@ -21,17 +21,21 @@ from tuner.shadow.profiled import ProfiledEngine
 from tuner.traffic.reshape import Router
 from tuner.traffic.traces import Trace
 
+_BY_LOAD, _BY_HOUR, _FLEET = "", "--by hour", "--fleet"
 _READ_BY: Final = {
-    "loads": "",
-    "knobs": "",
-    "timezone": "--by hour",
-    "router": "--fleet",
-    "gpu_hour_price": "--fleet",
-    "start_time": "--fleet",
-    "stretch": "--fleet",
-    "most_replicas": "--fleet",
+    "loads": (_BY_LOAD,),
+    "knobs": (_BY_LOAD,),
+    "objective": (_BY_LOAD, _BY_HOUR),
+    "max_num_seqs": (_BY_LOAD, _BY_HOUR, _FLEET),
+    "timezone": (_BY_HOUR,),
+    "router": (_FLEET,),
+    "gpu_hour_price": (_FLEET,),
+    "start_time": (_FLEET,),
+    "stretch": (_FLEET,),
+    "most_replicas": (_FLEET,),
 }
-"""The one kind of plan that reads an option, empty for the plan by load."""
+"""The kinds of plan that read an option, the first of them of whoever gives it alone."""
+_LEAST_STRETCH_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,23 +71,19 @@ class PlanOptions:
 
 def _check_alone(params: Params, given: Collection[str]) -> None:
     """Refuse two kinds of plan at once, and options that the asked one does not read."""
-    kinds = {
-        "--by hour": params["by"],
-        "--fleet": params["fleet"],
-        "--clients": params["clients"],
-    }
+    kinds = {_BY_HOUR: params["by"], _FLEET: params["fleet"], "--clients": params["clients"]}
     asked = [kind for kind, is_asked in kinds.items() if is_asked]
     if len(asked) > 1:
         raise UsageError(f"{' and '.join(asked)} are two plans", "give one of them")
-    kind = asked[0] if asked else ""
-    for name, reader in _READ_BY.items():
+    kind = asked[0] if asked else _BY_LOAD
+    for name, readers in _READ_BY.items():
         option = f"--{name.replace('_', '-')}"
-        if name not in given or reader == kind:
+        if name not in given or kind in readers:
             continue
-        if reader:
+        if readers[0]:
             raise UsageError(
-                f"{option} is for {reader}, which is not asked for",
-                f"add {reader}, or leave {option} out",
+                f"{option} is for {readers[0]}, which is not asked for",
+                f"add {readers[0]}, or leave {option} out",
             )
         raise UsageError(
             f"{option} is for the plan by load, got {kind}",
@@ -99,6 +99,11 @@ def _fleet_aim(params: Params) -> FleetAim | None:
         raise UsageError(
             "--fleet needs an SLO that replicas are to keep",
             "add --slo, for example --slo ttft_p99=2s",
+        )
+    if params["stretch"] < _LEAST_STRETCH_S:
+        raise UsageError(
+            f"--stretch must be at least {_LEAST_STRETCH_S:g}s, got {params['stretch']:g}s",
+            "replicas are planned for minutes or hours: --stretch 1h",
         )
     return FleetAim(
         slos=tuple(params["slo"]),

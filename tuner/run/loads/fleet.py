@@ -68,8 +68,8 @@ class FleetAim:
 class Stretch:
     """A stretch of the trace on a fleet: what it offers, and what came of it.
 
-    `replicas` is how many were on in the mean; `broken` names the SLOs that do not hold, None
-    where too few requests came to judge by.
+    `replicas` is how many were wanted, or under an autoscaler how many got requests; `broken`
+    names the SLOs that do not hold, None where too few requests came to judge by.
     """
 
     start_s: float
@@ -151,14 +151,14 @@ def plan_fleet(
     sizer = _Sizer(predictor.as_deployed(), trace, plan, aim)
     busiest = sizer.busiest()
     for slo in aim.slos:
-        slo.check_carried_by(len(sizer.parts[busiest]))
+        slo.check_carried_by(len(sizer.part(busiest)))
     limits, needed = _best_limits(sizer, predictor, space, busiest, note)
     count = needed[limits]
     if count is None:
         slos = ", ".join(map(str, aim.slos))
         message = f"up to {aim.most} replicas do not keep {slos} in the busiest stretch"
         settings = with_widest(limits, space)
-        alone = hopeless(sizer.predictor, settings, [sizer.parts[busiest]], aim.slos)
+        alone = hopeless(sizer.predictor, settings, [sizer.part(busiest)], aim.slos)
         if alone is not None:
             raise NoFeasibleConfigError(f"{message}; {alone.text}", alone.hint)
         raise NoFeasibleConfigError(
@@ -198,7 +198,7 @@ def _best_limits(
     for _ in range(_PASSES):
         share = needed[best] or sizer.aim.most
         note(f"the busiest stretch takes {share} replicas at {best}")
-        piece = sizer.parts[busiest]
+        piece = sizer.part(busiest)
         piece = replace(piece.slice_rows(np.arange(0, len(piece), share)), turns=None)
         mine = Aim(Objective.LATENCY, sizer.aim.slos, sizer.plan, None)
         try:
@@ -231,8 +231,15 @@ class _Sizer:
         self.edges_s = np.linspace(0.0, count * aim.stretch_s, count + 1)
         edges = np.searchsorted(self.trace.due_s, self.edges_s)
         self.slices = [slice(a, b) for a, b in pairwise(edges.tolist())]
-        self.parts = [_from_zero(self.trace, s) for s in self.slices]
         self._prepared: dict[int, PreparedTrace] = {}
+
+    def part(self, stretch: int) -> Trace:
+        """Return the requests of a stretch that has some, from the first of them on."""
+        rows = self.slices[stretch]
+        part = self.trace.slice_rows(np.arange(rows.start, rows.stop))
+        first_s = float(part.due_s[0])
+        zero_s = self.trace.zero_s + first_s
+        return replace(part, due_s=part.due_s - first_s, zero_s=zero_s)
 
     def busiest(self) -> int:
         """Return the stretch with the most tokens."""
@@ -260,9 +267,8 @@ class _Sizer:
         return high
 
     def _keeps(self, stretch: int, limits: EngineLimits, replicas: int) -> bool:
-        part = self.parts[stretch]
         if stretch not in self._prepared:
-            self._prepared[stretch] = PreparedTrace(part, self.plan)
+            self._prepared[stretch] = PreparedTrace(self.part(stretch), self.plan)
         fleet = Fleet(replicas, self.aim.router)
         log = self._simulate(self._prepared[stretch], limits, fleet)
         measured = measure([log.log], self.aim.slos)
@@ -281,7 +287,7 @@ class _Sizer:
         prepared = PreparedTrace(self.trace, self.plan)
         fixed, log = self._fixed(prepared, limits, count)
         note(f"fixed: {fixed.replicas} replicas, {fixed.gpu_hours:.3g} GPU hours")
-        if len(self.parts) == 1:
+        if len(self.slices) == 1:
             return (fixed,)
         most = fixed.replicas
         wanted = self._wanted(limits, most)
@@ -292,8 +298,8 @@ class _Sizer:
     def _wanted(self, limits: EngineLimits, most: int) -> list[int]:
         """Return how many replicas each stretch needs by itself."""
         counts = [
-            (self.fewest(i, limits, most) or most) if len(part) >= MIN_REQUESTS else 1
-            for i, part in enumerate(self.parts)
+            (self.fewest(i, limits, most) or most) if b - a >= MIN_REQUESTS else 1
+            for i, (a, b) in enumerate((s.start, s.stop) for s in self.slices)
         ]
         return [min(count, most) for count in counts]
 
@@ -401,7 +407,7 @@ class _Sizer:
                 Stretch(
                     start_s,
                     count / (min(end_s, float(self.trace.due_s[-1])) - start_s or 1.0),
-                    _mean_on(log, lines.due_s, changes, (start_s, end_s)),
+                    _replicas_in(log, lines.due_s, changes, (start_s, end_s)),
                     measured.slo_attainment_ratio or 0.0,
                     self._broken(measured, count),
                 )
@@ -416,7 +422,7 @@ class _Sizer:
         return tuple(slo.name for slo in carried if slo.is_broken_by(measured))
 
 
-def _mean_on(
+def _replicas_in(
     log: FleetLog,
     due_s: Floats,
     changes: Sequence[tuple[float, int]],
@@ -429,10 +435,3 @@ def _mean_on(
     times_s = [at_s for at_s, _ in changes]
     at = np.searchsorted(times_s, 0.5 * sum(span_s), side="right") - 1
     return float(changes[int(at)][1])
-
-
-def _from_zero(trace: Trace, rows: slice) -> Trace:
-    """Return a part of a trace that begins with its first request."""
-    part = trace.slice_rows(np.arange(rows.start, rows.stop))
-    first_s = float(part.due_s[0]) if len(part) else 0.0
-    return replace(part, due_s=part.due_s - first_s, zero_s=trace.zero_s + first_s)

@@ -252,6 +252,7 @@ def assemble(
             else "give a recording with requests that were answered",
         )
     columns, moved = _in_order(columns)
+    columns, notes = _without_turned_round(columns, notes)
     zero = columns.arrived[0]
     return Trace(
         due_s=(columns.arrived - zero) / columns.ticks_per_s,
@@ -403,6 +404,19 @@ def _in_order(columns: Columns) -> tuple[Columns, int]:
     if not is_late.any():
         return columns, 0
     return columns.take(np.argsort(arrived, kind="stable")), int(is_late.sum())
+
+
+def _without_turned_round(columns: Columns, notes: ReadNotes) -> tuple[Columns, ReadNotes]:
+    """Let turns wait for nobody that arrived before the request they are to wait for."""
+    turns = columns.turns
+    if turns is None or not (is_before := turns.after > np.arange(len(turns))).any():
+        return columns, notes
+    kept = Turns(np.where(is_before, -1, turns.after), np.where(is_before, 0.0, turns.pause_s))
+    message = (
+        f"{int(is_before.sum()):,} turns arrived before the request that they wait for: they "
+        "wait for none"
+    )
+    return replace(columns, turns=kept), notes.with_remark(message)
 
 
 # Reasons that are told apart in the counts: ours, more would fill a terminal.
