@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from support.paths import ROOT
 from support.run_parts import a_profile, a_space
 from support.shadow_parts import a_shape
 from support.traffic import a_trace
@@ -16,9 +17,19 @@ from tuner.replay.plan import ReplayPlan
 from tuner.replay.runner import Failure
 from tuner.replay.slo import Slo
 from tuner.run.context import Workload
-from tuner.run.drawing import DRAWS, FEW_DRAWS, contend, decide, draw, draw_capacity
-from tuner.run.predict import Predictions, offered_per_s, predict
+from tuner.run.drawing import (
+    DRAWS,
+    FEW_DRAWS,
+    UNEXPLAINED,
+    contend,
+    decide,
+    draw,
+    draw_capacity,
+    predict_deployed,
+)
+from tuner.run.predict import Predictions, offered_per_s, predict, predict_more
 from tuner.search.budget import Aim
+from tuner.search.effects import Effects
 from tuner.search.judging import COST
 from tuner.search.ladder import alike
 from tuner.search.objective import Objective
@@ -26,6 +37,7 @@ from tuner.search.posterior import MODEL_ALONE, Draws
 from tuner.search.race import OTHER_TRAFFIC, RaceVerdict
 from tuner.search.trials import leader
 from tuner.shadow.predictor import Predictor
+from tuner.shadow.profiles import read_profile
 from tuner.stats import Floats
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import whole
@@ -136,6 +148,37 @@ def test_where_all_make_the_batches_of_the_current_one_nobody_else_could_be_bett
     assert {CURRENT, top} <= kinds
     assert contend(predictor, only, top).settings == ()
     assert contend(predictor, only, top).loss == 0.0
+
+
+def test_the_same_batches_on_an_engine_with_larger_graphs_are_another_kind() -> None:
+    """At a cap of 8 a GPU captures graphs of 16 tokens, and every prompt runs without one."""
+    profile = read_profile(ROOT / "profiles" / "gpu" / "qwen3-1.7b.1xh100_sxm.yaml")
+    predictor, current = Predictor(profile), EngineLimits(8, 2048)
+    rng = np.random.default_rng(1)
+    due_s = np.cumsum(rng.exponential(1 / 12, 300))
+    lengths = (rng.integers(low, high, 300).tolist() for low, high in ((100, 300), (6, 18)))
+    trace = a_trace(due_s - due_s[0], *lengths)
+    workload = Workload.of_whole(trace, Aim(Objective.BALANCED, (), ReplayPlan(), None))
+    larger = EngineLimits(128, 2048)
+    found = predict_more(predictor, Predictions(workload), [current, larger])
+    assert alike(*found.observations)
+    assert contend(predictor, found, current).settings == (larger,)
+
+
+def test_what_replays_showed_beyond_the_prediction_moves_what_is_told_of_cold_engines() -> None:
+    predictor, found = predicted(traffic(0, 700, 8.0))
+    window, metric = found.workload, found.observations[0].score.own_metric
+    replays = [(n, at, off) for n in range(4) for at, off in ((0, 0.05), (1, 0.0))]
+    shown = Effects.of(3, [(n, 2 * at, off) for n, at, off in replays], UNEXPLAINED)
+    parts = (predictor, found, window, SETTINGS, metric)
+    plain, moved = predict_deployed(*parts), predict_deployed(*parts, shown.among([0, 2]))
+    assert plain is not None
+    assert moved is not None
+    learnt = float(shown.mean[0] - shown.mean[2])
+    assert learnt == pytest.approx(0.045, abs=0.005)
+    assert moved.log_window - plain.log_window == pytest.approx(learnt)
+    for before, after in ((plain.here, moved.here), (plain.gain, moved.gain)):
+        assert np.log(after.value / before.value) == pytest.approx(learnt, abs=0.005)
 
 
 def test_with_too_little_traffic_to_draw_from_only_the_models_error_is_drawn() -> None:

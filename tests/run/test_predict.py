@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -178,6 +179,17 @@ def test_a_window_that_was_asked_for_is_what_is_predicted() -> None:
     found = predicted(TRACE, a_space(CURRENT, (4,)), ToySource(), (Window(2.0, 9.0),))
     offered = {m.offered for m in found.outcomes.values() if isinstance(m, Measurement)}
     assert offered == {int(((TRACE.due_s >= 2.0) & (TRACE.due_s < 9.0)).sum())}
+
+
+def test_a_window_of_a_closed_loop_begins_with_who_was_in_flight_then() -> None:
+    n = 2000
+    trace = replace(steady(n, 4.0), e2e_s=np.full(n, 15.0))
+    window, closed = Window(300.0, 330.0), ReplayPlan(load_model=LoadModel.CLOSED)
+    aim = Aim(Objective.BALANCED, (), closed, window)
+    (piece,) = Workload.of_whole(trace, aim).pieces
+    times_s, in_flight = piece.recorded_concurrency()
+    assert times_s[0] == 0.0
+    assert 30 < in_flight.min() < in_flight.max() < 90
 
 
 def test_a_rate_is_of_what_is_measured_and_none_in_a_closed_loop() -> None:

@@ -108,6 +108,15 @@ def test_an_slo_on_a_mean_breaks_where_somebody_was_never_answered() -> None:
 def test_an_slo_on_what_was_not_measured_breaks_nothing() -> None:
     m = measure([a_log([(float(i), [i + 0.5], Outcome.COMPLETED) for i in range(40)])])
     assert goal(Objective.LATENCY, "tpot_p90=1ms").score(m).tier is Tier.GOOD
+    # Nor does it use anything up, of which noise would make a coin that is flipped.
+    both = goal(Objective.LATENCY, "tpot_p90=1ms", "ttft_p90=10s").score(m)
+    assert both.slo_used == pytest.approx(0.05)
+
+
+def test_a_queue_that_grows_though_there_is_room_is_clearly_too_much() -> None:
+    m = replace(measured(), is_sustained=False, utilisation=0.8)
+    assert BALANCED.score(m).load_used == 1.1
+    assert BALANCED.score(replace(m, utilisation=1.02)).load_used == 1.02
 
 
 def test_no_request_within_the_slos_is_no_good_configuration() -> None:

@@ -100,9 +100,21 @@ def test_a_few_draws_that_are_far_off_do_not_move_the_gain_out_of_its_interval()
     """As near overload, where a model a little slower has a tail many times as long."""
     point = [score(2.0), score(1.6)]
     drawn = [drawn_of([score(2.0), score(1.6 if n % 25 else 1e9)]) for n in range(DRAWS)]
-    _, found = Draws.of((CURRENT, OTHER), point, np.array(drawn)).ratios(OTHER, CURRENT)
+    _, found = Draws.of((CURRENT, OTHER), point, np.array(drawn)).ratios(
+        OTHER, CURRENT, "e2e_p95"
+    )
     assert found is not None
     assert found.value == found.low == found.high == pytest.approx(0.8)
+
+
+def test_a_ratio_is_of_the_metric_that_was_decided_by() -> None:
+    """Though by the pair alone nobody would surely keep the SLOs."""
+    found = draws(score(2.0, slo=0.99), score(1.0, slo=0.98), error=0.001, common=0.05)
+    for metric, ratio in (("e2e_p99", 0.5), (WORST_SLACK, 0.98 / 0.99)):
+        elsewhere, here = found.ratios(OTHER, CURRENT, metric)
+        assert elsewhere is not None
+        assert here is not None
+        assert [elsewhere.value, here.value] == pytest.approx([ratio, ratio], rel=0.001)
 
 
 def test_a_gain_that_may_be_none_keeps_the_current_one_and_says_how_likely_it_is() -> None:

@@ -16,8 +16,7 @@ from tuner.run.listener import Listener
 from tuner.run.options import TuningOptions
 from tuner.run.result import RunResult, read_result
 from tuner.run.tune import tune
-from tuner.search.judging import MISSED_LOAD
-from tuner.search.objective import Score, Tier, moved, moved_bounds
+from tuner.search.objective import MISSED_LOAD, Score, Tier, moved, moved_bounds
 
 # What makes a change worth its trouble: as in `tune check`.
 PAYS_RATIO = 0.05

@@ -159,7 +159,7 @@ class TrafficOptions(ReplaySettings):
         Raises: TraceError, UsageError if the window holds none.
         """
         window = asked_window(self.window, trace, plan)
-        return trace if window is None else window.of(trace)
+        return trace if window is None else window.of(plan.on(trace))
 
 
 def announce(traffic: Traffic, *, is_demo: bool = False) -> None:

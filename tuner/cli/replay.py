@@ -122,7 +122,7 @@ def _measured(
     say(f"engine started in {started.start_s:.1f} s; if it fails its log is {host.log_path}")
     for line in started.notes:
         say(line)
-    host.load("trace", window.of(trace), options.traffic.seed)
+    host.load("trace", window.of(plan.on(trace)), options.traffic.seed)
     with ReplayDisplay() as display:
         measured = measure([host.replay("trace", limits, plan, display.progress)])
     found = set(doubts(facts, plan))
@@ -146,7 +146,7 @@ def _predicted(
     predictor = Predictor(profiled.profile, seed=options.traffic.seed)
     if remark := predictor.info(limits).remark:
         say(remark)
-    measured = measure([predictor.replay(window.of(trace), limits, plan)])
+    measured = measure([predictor.replay(window.of(plan.on(trace)), limits, plan)])
     asked, found = _asked_for(options, engine, traffic, plan, trace, window), facts.caveats
     return limits, replace(measured, caveats=(*measured.caveats, *asked, *sorted(found)))
 

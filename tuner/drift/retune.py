@@ -115,5 +115,6 @@ def retune_on(
     space = search_space(facts, trace, options.ladder, current or facts.current_limits)
     space = replace(space, reach=options.reach)
     aim = options.aim(baseline, trace)
-    predictor = Predictor(profile, space.ceiling, options.seed, is_forced=options.is_forced)
+    # What would be deployed: an engine that starts with the setting itself.
+    predictor = Predictor(profile, seed=options.seed, is_forced=options.is_forced)
     return Ready(Retune(space, predictor), aim, trace)

@@ -12,7 +12,7 @@ from tuner.errors import Caveat, UsageError
 from tuner.gate import GateLimits
 from tuner.replay.arrivals import ClockKind, Sessions, StaticBatches
 from tuner.stats import Ints
-from tuner.traffic.traces import LoadModel
+from tuner.traffic.traces import LoadModel, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,14 @@ class ReplayPlan:
     def bears_loads(self) -> bool:
         """Whether more load is more in flight: not where that number is given."""
         return self.concurrency is None
+
+    def on(self, trace: Trace) -> Trace:
+        """Return the trace as windows of it are replayed by this plan.
+
+        Raises: TraceError if it recorded no latency for a closed loop that follows them.
+        """
+        follows = self.load_model is LoadModel.CLOSED and self.concurrency is None
+        return trace.in_flight_as_recorded() if follows else trace
 
     @property
     def most_lead_in_s(self) -> float:

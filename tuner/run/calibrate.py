@@ -380,10 +380,9 @@ class Blocks:
         requests, at the load that the setting with the largest batches bears.
         """
         context = self.runner.context
-        aim = replace(context.aim, objective=Objective.BALANCED)
         if context.aim.objective is not Objective.CAPACITY:
-            return Workload.of_whole(context.trace, aim)
-        ceiling = context.space.ceiling
+            return Workload.of_whole(context.trace, context.aim)
+        aim, ceiling = replace(context.aim, objective=Objective.BALANCED), context.space.ceiling
         plan = replace(aim.plan, load=self._borne(deployed, [ceiling])[ceiling])
         few = self._few
         return Workload.of(TRACE, few, (whole(few),), replace(aim, plan=plan, window=None))

@@ -86,8 +86,8 @@ class Cold:
         )
 
 
-PredictDeployed = Callable[[EngineLimits], Deployed | None]
-"""Predicts a setting over the current one, their blocks known; None where nothing can be."""
+PredictDeployed = Callable[[RaceDecision], Deployed | None]
+"""Predicts the winner over the current one, their blocks known; None where nothing can be."""
 
 
 def confirm_cold(
@@ -116,7 +116,7 @@ def confirm_cold(
         return decision, None
     with context.stopwatch.stage("cold"):
         start_all(runner, plan.workload, pair, 1)
-        deployed = predict(decision.winner)
+        deployed = predict(decision)
         cold = _cold_of(context, plan, decision, deployed)
         is_odd = cold.deviations > COLD_DIFFERS
         is_odd |= cold.winner.tier is not Tier.FAILED and _is_lower(context, plan, decision)

@@ -97,7 +97,8 @@ class Workload:
         Raises: TooFewSamplesError if they cannot carry it; UsageError.
         """
         windows = [window.led_in_by(aim.plan.most_lead_in_s) for window in windows]
-        pieces = tuple(window.of(trace) for window in windows)
+        recorded = aim.plan.on(trace)
+        pieces = tuple(window.of(recorded) for window in windows)
         scoring = make_scoring(aim.objective, aim.slos, sum(p.measured for p in pieces))
         return cls(name, tuple(windows), pieces, aim.plan, aim.slos, scoring)
 

@@ -56,6 +56,9 @@ DRAWS_PER_MODEL = 2
 # who may keep its bounds is whoever does so as often as not, and with room to spare who would
 # were so many times as much of them used up: ours.
 SIFT, SIFTED, FAR, POSSIBLE, SAFE = 0.2, 8, 1.0, 0.5, 1.1
+# Predictions of the same batches that differ by less than this are the same: ours, a tenth of
+# what settings that lose the same may differ by.
+SAME_RATIO = 0.001
 # By how much a replay differs from the simulation of the same requests at its own speed, from
 # setting to setting and from replay to replay, before any was compared: ours. Identical live
 # replays, each freed of its own speed, differ by 1.0 to 1.4 % in their tails.
@@ -165,17 +168,20 @@ def predict_deployed(
     predictions: Predictions,
     window: Workload,
     pair: tuple[EngineLimits, EngineLimits],
+    metric: str,
+    unexplained: Effects | None = None,
 ) -> Deployed | None:
-    """Predict one setting over another on engines started with either.
+    """Predict a metric of one setting over another's on engines started with either.
 
+    `unexplained` is what live replays of the two showed beyond their own speed, as for `draw`.
     None where one of them fails.
 
     Raises: ShadowError, UsageError.
     """
     own, nothing = predictor.as_deployed(), Predictions(predictions.workload)
     try:
-        draws = draw(own, predict_more(own, nothing, pair), pair, DRAWS)
-        gain, here = draws.ratios(*pair)
+        draws = draw(own, predict_more(own, nothing, pair), pair, DRAWS, unexplained)
+        gain, here = draws.ratios(*pair, metric)
     except EngineError:
         return None
     ours, theirs = (
@@ -183,22 +189,34 @@ def predict_deployed(
         for limits in pair
     )
     log_window = ours.log_over(theirs)
+    if unexplained is not None:
+        log_window += float(unexplained.mean[0] - unexplained.mean[1])
     if gain is None or here is None or not math.isfinite(log_window):
         return None
     return Deployed(gain, here, log_window)
 
 
 def _distinct(seen: Sequence[Observation], current: EngineLimits) -> list[EngineLimits]:
-    """Return one of each kind that is not far from the best, and the current one first."""
+    """Return one of each kind that is not far from the best, and the current one first.
+
+    Those that make the same batches are of one kind where the same is predicted of them: their
+    engines may differ in captured graphs and in KV blocks.
+    """
     whole = [o for o in seen if o.is_whole]
     best = leader(whole)
     mine = [o for o in whole if o.limits == current]
     chosen: list[Observation] = []
     for o in sorted(whole, key=lambda o: (o.score.order, o.limits)):
         is_near = best is None or o.score.could_beat(best.score, FAR)
-        if is_near and not any(alike(o, other) for other in (*mine, *chosen)):
+        if is_near and not any(_is_same(o, other) for other in (*mine, *chosen)):
             chosen.append(o)
     return [current, *(o.limits for o in chosen)]
+
+
+def _is_same(one: Observation, other: Observation) -> bool:
+    """Whether two settings make the same batches, in the same time."""
+    is_as_fast = math.isclose(one.score.value, other.score.value, rel_tol=SAME_RATIO)
+    return is_as_fast and alike(one, other)
 
 
 def draw(

@@ -121,7 +121,7 @@ class PredictedEvidence:
         for limits in failed:
             outcomes[limits] = Failure("it failed in its live replay")
         predictions = replace(predictions, outcomes=outcomes)
-        unexplained = self._unexplained()
+        unexplained = self.unexplained()
         return draw(predictor.as_deployed(), predictions, settings, count, unexplained)
 
     def _trials(self) -> list[Trial]:
@@ -132,8 +132,11 @@ class PredictedEvidence:
             if trial.phase is Phase.RACE and trial.limits in settings
         ]
 
-    def _unexplained(self) -> Effects:
-        """Return how far off the predictions are beyond each replay's own speed."""
+    def unexplained(self) -> Effects:
+        """Return how far off the predictions are beyond each replay's own speed.
+
+        Of each of the `settings`, in logarithms.
+        """
         replays, settings = [], self.settings()
         for trial in self._trials():
             if trial.is_whole and trial.number not in self._off:

@@ -12,7 +12,7 @@ Source: two-way random effects, Searle, Casella & McCulloch, Variance Components
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
@@ -93,6 +93,12 @@ class Effects:
             freedom,
             spreads.mood,
         )
+
+    def among(self, settings: Sequence[int]) -> Self:
+        """Return the effects of some of the settings alone."""
+        covariance = (self.root @ self.root.T)[np.ix_(settings, settings)]
+        root = np.linalg.cholesky(covariance + 1e-15 * np.eye(len(settings)))
+        return replace(self, mean=self.mean[list(settings)], root=np.asarray(root))
 
     def draw(self, rng: np.random.Generator) -> Floats:
         """Return effects that are as possible. Shapes: [settings]."""

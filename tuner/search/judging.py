@@ -11,16 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tuner.search.objective import MISSED_LOAD
 from tuner.search.race import CONFIDENCE, MAX_LOSS, Odds
 from tuner.stats import Bools, Estimate, Floats
 
 # Settings whose expected losses differ by less than this are the same: ours, less than anybody
 # would restart a server for.
 TIE_LOSS = 0.01
-# What not sustaining the load costs at the least where another setting sustains it, as a share
-# of what is optimised: ours, so that who just misses a load is a little worse off than who just
-# bears it. Who is overloaded by more than that pays as much as it is overloaded.
-MISSED_LOAD = 0.1
 # A change must be more likely than not to be better on other traffic of the kind too.
 LIKELY = 0.5
 # What is drawn of each setting: the objective's value, and how much of its bounds is used up.

@@ -26,6 +26,10 @@ RATE = "requests_per_s"
 # known: ours, what two live replays of the same differ by on a quiet machine. Then the tail
 # decides.
 RATE_TIE_RATIO = 0.05
+# What not sustaining the load costs at the least where another setting sustains it, as a share
+# of what is optimised: ours, so that who just misses a load is a little worse off than who just
+# bears it. Who is overloaded by more than that pays as much as it is overloaded.
+MISSED_LOAD = 0.1
 
 
 class Objective(StrEnum):
@@ -317,7 +321,9 @@ class Scoring:
         return max(1 + self._worst_slack(m), 1e-9)
 
     def _worst_slack(self, m: Measurement) -> float:
-        return max((slo.slack_ratio(m) or 0.0 for slo in self.slos), default=-math.inf)
+        """Return the largest slack; an SLO on what the traffic has nothing of has none."""
+        slacks = (slo.slack_ratio(m) for slo in self.slos)
+        return max((slack for slack in slacks if slack is not None), default=-math.inf)
 
     def slacks(self, m: Measurement) -> dict[str, float]:
         """Return each SLO's slack, as Optuna takes constraints: feasible at or below zero."""
@@ -355,11 +361,13 @@ class Scoring:
 def _load_used(m: Measurement) -> float | None:
     """Return how much of what the engine can sustain the load takes, above 1 if too much.
 
-    None of a load that is as much as the engine takes, as a closed loop's.
+    None of a load that is as much as the engine takes, as a closed loop's. Where a queue grew
+    or requests timed out though there was room, it is clearly too much.
     """
+    used = m.utilisation
     if m.is_sustained:
-        return m.utilisation
-    return max(m.utilisation or 0.0, 1.0 + 1e-9)
+        return used
+    return used if used is not None and used > 1 else 1 + MISSED_LOAD
 
 
 def make_scoring(objective: Objective, slos: Sequence[Slo], requests: int) -> Scoring:

@@ -317,13 +317,13 @@ class Draws:
         return [*(self.settings[i] for i in inside[:most]), current]
 
     def ratios(
-        self, setting: EngineLimits, other: EngineLimits, confidence: float = CONFIDENCE
+        self, setting: EngineLimits, other: EngineLimits, metric: str
     ) -> tuple[Estimate | None, Estimate | None]:
-        """Return what one costs over another on other traffic and on the recorded traffic.
+        """Return a metric of one over another's on other traffic and on the recorded traffic.
 
-        None without end.
+        Of the metric by which a decision of them was made. None without end.
         """
-        _, column, _ = self.criterion(confidence, other)
+        column = SLO if metric == WORST_SLACK else COST
         pair = [self.settings.index(setting), self.settings.index(other)]
         elsewhere = self.elsewhere((setting, other))
         return ratio_of(elsewhere[:, :, column]), ratio_of(self.here[:, pair, column])

@@ -404,6 +404,16 @@ class Trace:
             )
         return in_flight_steps(self.due_s[known], self.e2e_s[known])
 
+    def in_flight_as_recorded(self) -> Trace:
+        """Return the trace with its recorded concurrency as a recording of its own.
+
+        A window of it then holds who was in flight when it begins; latencies alone tell of
+        those that are due in it.
+
+        Raises: TraceError if the trace recorded no latency at all.
+        """
+        return replace(self, concurrency=Concurrency(*self.recorded_concurrency()))
+
     def too_long(self, max_model_len: int) -> Bools:
         """Return by request whether prompt and output together exceed max_model_len."""
         over: Bools = self.prompt_tokens + self.output_tokens > max_model_len

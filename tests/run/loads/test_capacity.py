@@ -24,8 +24,10 @@ from tuner.run.loads.capacity import (
     predict_capacity,
     tell_headroom,
 )
-from tuner.run.predict import Foretold, Predictions, predict
+from tuner.run.predict import Foretold, Predictions, predict, predict_more
 from tuner.run.sessions.live import Session
+from tuner.run.trial_runner import TrialRunner
+from tuner.search.budget import Budget
 from tuner.search.objective import Objective, Score, Scoring, Tier
 from tuner.search.race import RaceDecision, RaceVerdict
 from tuner.search.trials import Phase
@@ -118,9 +120,9 @@ def test_the_winner_is_replayed_live_at_the_load_it_is_said_to_bear(tmp_path: Pa
         beyond = replace(found, winner=1.5 * found.winner)
         too_fast = ToyPredictor(a_profile(), toy=ToySource(ToyCosts(0.001, 0.0001, 0.00001)))
         assert confirmed(beyond, too_fast) is False
-        # Without the time for it nobody looks, nor for more than a tenth of the budget.
-        assert confirmed(replace(found, replay_s=1e6)) is None
-        assert confirmed(replace(found, replay_s=360.0)) is None
+        # Nobody looks for longer than a tenth of the budget.
+        run.runner.context = replace(run.context, budget=Budget(60.0))
+        assert confirmed(found) is None
         tried = [r for r in run.context.journal.records() if r.phase is Phase.CAPACITY]
     assert [(r.measurement or {})["load"] for r in tried] == [found.winner, beyond.winner]
 
@@ -144,6 +146,39 @@ def test_what_was_predicted_of_the_load_stays_where_no_engine_is_left(tmp_path: 
     assert isinstance(heard, Heard)
     assert "stays a prediction" in heard.notes[-1]
     assert "the device is lost" in heard.notes[-1]
+
+
+@pytest.mark.parametrize("load", [0.5, 1.0, 2.0])
+def test_a_race_offers_what_the_best_bears_of_the_recorded_load(
+    load: float, tmp_path: Path
+) -> None:
+    """Whatever the multiple of it that the run was asked for."""
+    trace = at_load(TRACE, load)
+    goal = Objective.CAPACITY
+    with a_run(tmp_path, trace, a_space(LARGE, (8,)), slos=SLOS, objective=goal) as run:
+        predictor = ToyPredictor(a_profile())
+        session = Session.of(run.runner, {}, lambda _: predictor)
+        found = predict_more(predictor, Predictions(run.workload), [LARGE])
+        session.search.foretold = Foretold(predictor, found)
+        outcome, aim = found.outcomes[LARGE], session.search._race_aim
+        assert isinstance(outcome, Measurement)
+        assert aim.plan.load * trace.load == pytest.approx(outcome.capacity)
+
+
+def test_a_replay_that_was_cut_says_nothing_of_the_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = CapacityResult(0.2, 0.1, None)
+    predictor = ToyPredictor(a_profile())
+    with a_run(tmp_path, TRACE, a_space(SMALL), slos=SLOS, budget_s=3600.0) as run:
+        cut = measure([replay_toy(TRACE, LARGE)])
+        cut = replace(cut, cut_reason="the time is over", is_sustained=False)
+        monkeypatch.setattr(TrialRunner, "measure", lambda *_, **__: (cut, None))
+        parts = (run.runner, predictor, [run.workload], LARGE, found)
+        assert confirm_capacity(*parts).live is None
+        heard = run.context.listener
+    assert isinstance(heard, Heard)
+    assert "the time is over" in heard.notes[-1]
 
 
 def test_what_is_told_to_be_borne_is_borne_as_deployed(tmp_path: Path) -> None:

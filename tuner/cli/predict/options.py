@@ -74,7 +74,7 @@ class LoadsOptions:
         busiest = at_load(trace, load)
         space = search_space(facts, busiest, self.ladder, facts.current_limits)
         seed, is_forced = self.traffic.seed, self.shadow.is_forced
-        predictor = Predictor(profile, space.ceiling, seed, is_forced=is_forced)
+        predictor = Predictor(profile, seed=seed, is_forced=is_forced)
         return trace, Retune(space, predictor)
 
     def surface(self, source: ProfiledEngine) -> tuple[Trace, Surface]:
@@ -98,8 +98,8 @@ class LoadsOptions:
         lowest = found.loads[0].best
         if lowest.broken:
             settings = with_widest(lowest.limits, retune.space)
-            deployed = retune.predictor.as_deployed()
-            alone = hopeless(deployed, settings, workload.pieces, self.slos)
+            predictor = retune.predictor
+            alone = hopeless(predictor, settings, workload.pieces, self.slos)
             if alone is not None:
                 say(f"note: {alone.text}; {alone.hint}")
 
@@ -109,7 +109,7 @@ class LoadsOptions:
         Raises: TunerError.
         """
         _, retune, workload = self._read(source)
-        return retune.predictor.as_deployed(), retune.space.current, workload
+        return retune.predictor, retune.space.current, workload
 
     def _read(self, source: ProfiledEngine) -> tuple[Trace, Retune, Workload]:
         """Return the trace, what predicts it, and the window that was asked for, or all.

@@ -15,6 +15,7 @@ from tuner.replay.runner import LARGEST_LOAD, Failure, holds
 from tuner.run.context import RunContext, Workload
 from tuner.run.drawing import draw_capacity
 from tuner.run.result import CapacityRecord
+from tuner.run.time_plan import duration_s
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.objective import Objective
 from tuner.search.race import RaceDecision
@@ -28,6 +29,9 @@ ASIDE_SHARE = 0.1
 # An answer that bears less than this share of what the current configuration does has a caveat:
 # ours, twice how far a told capacity usually is off.
 HEADROOM_KEPT = 0.9
+_NOT_REPLAYED = (
+    "how much load {limits} bears stays a prediction, it could not be replayed live: {cause}"
+)
 _NOT_THERE = ", not tried live: the engine that was measured on is predicted not to bear it"
 
 
@@ -40,14 +44,13 @@ class CapacityResult:
     was replayed is long enough to show what becomes of a queue at the winner's load, `live`
     whether the SLOs held at it on the engine itself, None where nobody looked, and `can_look`
     whether they are predicted to hold on that engine, which may have other KV blocks than one
-    that is started with the winner. `replay_s` is how long the replay is predicted to take.
+    that is started with the winner.
     """
 
     winner: float | None
     current: float | None
     live: bool | None
     is_shown: bool = True
-    replay_s: float = 0.0
     interval: tuple[float, float] | None = None
     can_look: bool = True
 
@@ -123,7 +126,6 @@ def predict_capacity(
         current_load,
         None,
         is_shown=is_shown,
-        replay_s=best.busy_s,
         interval=lies,
     )
 
@@ -176,18 +178,17 @@ def confirm_capacity(
         predicted = predictor.measure(workload.pieces, winner, plan, workload.slos)
         if isinstance(predicted, Failure) or not holds(predicted, workload.slos):
             return replace(found, can_look=workload is not workloads[0])
-        replay_s = found.replay_s if workload is workloads[0] else predicted.busy_s
-        if left_s < start_s + COST_RATIO * replay_s:
+        if left_s < start_s + COST_RATIO * duration_s(workload, predicted):
             continue
         at_load = replace(workload, plan=plan)
         try:
             outcome, _ = runner.measure(winner, Phase.CAPACITY, at_load, context.within_time)
         except (EngineError, ReplayError) as error:
-            context.listener.note(
-                f"how much load {winner} bears stays a prediction, it could not be replayed "
-                f"live: {error.message}"
-            )
+            context.listener.note(_NOT_REPLAYED.format(limits=winner, cause=error.message))
             return found
-        did_hold = not isinstance(outcome, Failure) and holds(outcome, workload.slos)
-        return replace(found, live=did_hold)
+        cause = outcome.cause if isinstance(outcome, Failure) else outcome.cut_reason
+        if isinstance(outcome, Failure) or cause:
+            context.listener.note(_NOT_REPLAYED.format(limits=winner, cause=cause))
+            return found
+        return replace(found, live=holds(outcome, workload.slos))
     return found

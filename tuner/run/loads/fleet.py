@@ -152,7 +152,7 @@ def plan_fleet(
     busiest = sizer.busiest()
     for slo in aim.slos:
         slo.check_carried_by(len(sizer.part(busiest)))
-    limits, needed = _best_limits(sizer, predictor, space, busiest, note)
+    limits, needed = _best_limits(sizer, space, busiest, note)
     count = needed[limits]
     if count is None:
         slos = ", ".join(map(str, aim.slos))
@@ -187,7 +187,6 @@ def _slower(predictor: Predictor) -> Predictor:
 
 def _best_limits(
     sizer: _Sizer,
-    predictor: Predictor,
     space: SearchSpace,
     busiest: int,
     note: Callable[[str], None],
@@ -206,7 +205,7 @@ def _best_limits(
         except TooFewSamplesError:
             workload = Workload.of_piece(piece, sizer.plan, mine)
         seen = sorted(
-            predict(predictor, space, workload).observations, key=lambda o: o.score.order
+            predict(sizer.predictor, space, workload).observations, key=lambda o: o.score.order
         )
         for one in seen[:FINALISTS]:
             if one.limits not in needed:

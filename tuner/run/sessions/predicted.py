@@ -38,6 +38,7 @@ from tuner.run.time_plan import (
 )
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.budget import LIFETIMES, Aim, window_text
+from tuner.search.effects import Effects
 from tuner.search.objective import Objective, Tier
 from tuner.search.race import RaceDecision
 from tuner.search.trials import Phase, leader
@@ -60,8 +61,9 @@ class PredictedSearch:
     With Method.CALIBRATED nothing is raced where it can be predicted. `chosen` are the windows
     that are replayed, those that an earlier process of the run has chosen at first; `plan` is
     who races on them. `foretold` is None until something is predicted, and once it turns out to
-    be wrong. `compared` is what was measured beside what was predicted, and `rate` the real
-    time that a second of the trace costs, None until a pilot has told.
+    be wrong. `compared` is what was measured beside what was predicted, `rate` the real time
+    that a second of the trace costs, None until a pilot has told, and `evidence` what the race
+    has shown, None without one.
     """
 
     learning: Learning
@@ -72,6 +74,7 @@ class PredictedSearch:
     foretold: Foretold | None = None
     compared: Differences = field(default_factory=dict)
     rate: float | None = None
+    evidence: PredictedEvidence | None = None
 
     @property
     def runner(self) -> TrialRunner:
@@ -185,9 +188,11 @@ class PredictedSearch:
         if aim.objective is not Objective.CAPACITY or best is None:
             return aim
         raced = [t.measurement for t in records if t.phase is Phase.RACE and t.measurement]
-        load = 1 / best.score.value if best.score.tier is Tier.GOOD else 1.0
+        # A capacity is a multiple of the recorded load, as what was replayed is.
+        load = 1 / best.score.value if best.score.tier is Tier.GOOD else self.context.trace.load
         if raced:
-            load = raced[0]["load"] / self.context.trace.load
+            load = raced[0]["load"]
+        load /= self.context.trace.load
         return replace(aim, plan=replace(aim.plan, load=load))
 
     def _flown(self) -> float:
@@ -206,7 +211,8 @@ class PredictedSearch:
         """
         context, predictor, aim = self.context, self.known.predictor, self._race_aim
         if aim.objective is Objective.CAPACITY:
-            context.listener.note(f"racing at {aim.plan.load:.3g} x the recorded load")
+            load = aim.plan.load * context.trace.load
+            context.listener.note(f"racing at {load:.3g} x the recorded load")
         if self.chosen:
             workload = Workload.of(WINDOW, context.trace, self.chosen, aim)
             plan: RacePlan | None = race_on(context, predictor, settings, workload)
@@ -261,7 +267,7 @@ class PredictedSearch:
         """
         observe = self.learning.begun.observe
         self._check_lifetimes(plan)
-        evidence = PredictedEvidence(plan, self.known, self._relearned)
+        evidence = self.evidence = PredictedEvidence(plan, self.known, self._relearned)
         decision = race(self.runner, evidence, observe, self.context.aim.confidence)
         decision = self._with_own_blocks(evidence, decision)
         self.plan = evidence.plan
@@ -356,10 +362,11 @@ class PredictedSearch:
         self.plan, self.foretold = plan, found
         return plan, found
 
-    def predict_cold(self, winner: EngineLimits) -> Deployed | None:
+    def predict_cold(self, decision: RaceDecision) -> Deployed | None:
         """Predict the winner over the current one on engines with the blocks that each has."""
         foretold, plan = self.foretold, self.plan
-        pair, blocks = (winner, self.context.space.current), self.runner.engine.cold_blocks
+        pair = (decision.winner, self.context.space.current)
+        blocks = self.runner.engine.cold_blocks
         if foretold is None or plan is None or foretold.predictor.doubt:
             return None
         if not set(pair) <= blocks.keys():
@@ -368,7 +375,16 @@ class PredictedSearch:
         known = [KvStart(limits, blocks[limits]) for limits in pair]
         others = [start for start in profile.kv_starts if start.limits not in pair]
         own = foretold.predictor.of(replace(profile, kv_starts=(*known, *others)))
-        return predict_deployed(own, foretold.predictions, plan.workload, pair)
+        parts = (foretold.predictions, plan.workload, pair, decision.metric)
+        return predict_deployed(own, *parts, self._shown_of(pair))
+
+    def _shown_of(self, pair: Sequence[EngineLimits]) -> Effects | None:
+        """Return what the race showed of settings beyond the prediction, None without one."""
+        evidence = self.evidence
+        settings = [] if evidence is None else list(evidence.settings())
+        if evidence is None or not set(pair) <= set(settings):
+            return None
+        return evidence.unexplained().among([settings.index(limits) for limits in pair])
 
     def decide(self) -> RaceDecision:
         """Decide by what was predicted alone, where the time held no race.
