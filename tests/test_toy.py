@@ -8,30 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.toy import CURRENT, ToyCosts, ToyEngine, ToySource
+from support.engine_contract import answered, drain
+from support.toy import CURRENT, ToyCosts, ToySource
 from support.traffic import a_trace, kept, replay_toy
 from tuner.engine.limits import EngineLimits
-from tuner.engine.protocol import Step
 from tuner.errors import EngineError
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.timeline import Outcome
 from tuner.traffic.prompts import TokenPrompt
 
 LIMITS = EngineLimits(4, 32)
-
-
-def drain(engine: ToyEngine) -> list[Step]:
-    steps = []
-    while engine.has_work():
-        steps.append(engine.step())
-    return steps
-
-
-def emitted(steps: list[Step]) -> dict[int, int]:
-    tokens: dict[int, int] = {}
-    for out in (out for step in steps for out in step.emitted):
-        tokens[out.row] = tokens.get(out.row, 0) + out.tokens
-    return tokens
 
 
 def test_one_request_takes_what_the_formula_says() -> None:
@@ -122,7 +108,7 @@ def test_whatever_the_limits_each_request_gets_its_tokens_in_its_place(
     for row, (prompt, output) in enumerate(requests):
         engine.add(row, TokenPrompt([row] * prompt), output)
     steps = drain(engine)
-    assert emitted(steps) == {row: output for row, (_, output) in enumerate(requests)}
+    assert answered(steps) == {row: output for row, (_, output) in enumerate(requests)}
     for step in steps:
         assert step.batch is not None
         assert 0 < step.batch.tokens <= budget

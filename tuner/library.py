@@ -6,7 +6,7 @@ are exported by the package itself: `tuner.tune`, `tuner.read_trace` and so on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tuner.drift.baseline import read_baseline
@@ -119,14 +119,13 @@ def tune(
     listener: Listener | None = None,
     *,
     source: EngineSource | None = None,
-    predictor_of: Callable[[Profile], Predictor] | None = None,
 ) -> RunResult:
     """Find the limits that suit a trace best, as the command `tune` does, and return them.
 
     Everything that leads to the result is kept in the run directory (`result.run_dir`) as it is
     made: trials, profile, result and page; a run that Ctrl-C or an error has ended can be
     resumed there. `listener` is told of each step. `source` starts engines of another kind than
-    the installed vLLM, `predictor_of` makes predictions otherwise than by its scheduler.
+    the installed vLLM.
 
     The engine runs in a process of its own, which imports the calling script anew: guard the
     call with `if __name__ == "__main__":`.
@@ -135,9 +134,7 @@ def tune(
         EngineError when the engine fails; NoFeasibleConfigError when nothing meets the SLOs;
         KeyboardInterrupt.
     """
-    return runs.tune(
-        options, listener, source=source, predictor_of=predictor_of, write_page=_write_page
-    )
+    return runs.tune(options, listener, source=source, write_page=_write_page)
 
 
 def _write_page(run_dir: Path) -> None:

@@ -37,10 +37,11 @@ import yaml
 
 from tuner.engine.demo import demo_engine_args
 from tuner.recorder.settings import FILE
+from tuner.replay.server.process import free_port
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from support.prometheus_parts import answers, free_port, prometheus, wait_for
+from support.prometheus_parts import answers, prometheus, wait_for
 
 TUNE = (sys.executable, "-m", "tuner.cli")
 SERVE = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")

@@ -31,7 +31,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
+from knobs import an_hour
 
 from tuner.shadow.profiles import read_profile, write_profile
 from tuner.shadow.step_model import StepModel
@@ -46,18 +46,7 @@ STEPS = StepModel.linear(0.016, 0.00015, 0.00001)
 def prepare(folder: Path, path: str, hours: float) -> int:
     """Write the traffic and the profile; return the number of requests."""
     trace = read_trace(Path(path))
-    times = max(1, round(hours * 3600 / trace.duration_s))
-    length_s = trace.duration_s + 1.0
-    long = replace(
-        trace,
-        due_s=np.concatenate([trace.due_s + k * length_s for k in range(times)]),
-        prompt_tokens=np.tile(trace.prompt_tokens, times),
-        output_tokens=np.tile(trace.output_tokens, times),
-        e2e_s=None,
-        ttft_s=None,
-        request_ids=None,
-        hashes=None,
-    )
+    long = an_hour(trace, hours * 3600)
     with (folder / "hour.jsonl").open("w") as file:
         file.writelines(json.dumps(row) + "\n" for row in native_rows(long))
     kept = read_profile(ROOT / "profiles" / "demo.profile.yaml")

@@ -17,7 +17,6 @@ import json
 import os
 import platform
 import shlex
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from tuner.replay.server.process import free_port
 
 CAPS, BUDGETS = (1, 2, 4, 8, 16, 32), (512, 1024, 2048)
 CONFIGURATIONS = [(cap, budget) for budget in BUDGETS for cap in CAPS]
@@ -73,14 +74,6 @@ def ours(length_s: float, configurations: list[tuple[int, int]]) -> dict[str, fl
         "warm_up_s": started.warm_up_s,
         "total_s": total_s,
     }
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def served_values(given: Mapping[str, object] | None = None) -> dict[str, object]:

@@ -7,7 +7,6 @@ import importlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import pytest
 import yaml
 
 from support.paths import ROOT
+from tuner.replay.server.process import free_port
 
 TRACE = ROOT / "traces" / "translation.jsonl"
 TUNE = [sys.executable, "-c", "from tuner.cli import main; main()"]
@@ -126,9 +126,7 @@ def test_vllms_own_parser_reads_the_file(tuned: Path) -> None:
 @pytest.fixture
 def server(tuned: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """Start a real API server from the emitted file."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--config", "best.yaml", "--host", "127.0.0.1", "--port", str(port)]
     with (tuned / "server.log").open("wb") as log:

@@ -20,7 +20,7 @@ import pytest
 from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
-from support.prometheus_parts import free_port, wait_for
+from support.prometheus_parts import wait_for
 from support.shadow_files import home
 from support.watch_parts import EIGHT, HOUR_S, UNCHANGED, a_world, pays
 from tuner.cli.watch import WatchOptions, run_watch
@@ -28,6 +28,7 @@ from tuner.cli.watch_command import watch
 from tuner.drift.watch import health
 from tuner.drift.watch.health import serving
 from tuner.errors import UsageError
+from tuner.replay.server.process import free_port
 
 __all__ = ["home"]
 

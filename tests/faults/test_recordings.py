@@ -36,10 +36,11 @@ from support.fault_parts import (
     small_disk,
 )
 from support.paths import TESTS
-from support.prometheus_parts import answers, free_port
+from support.prometheus_parts import answers
 from support.recorder_parts import recorded
 from support.recorder_server import MIDDLEWARE, completed, posted, serving, wanted
 from tuner.recorder.settings import FILE, MAX_BYTES
+from tuner.replay.server.process import free_port
 from tuner.traffic.formats import ReadOptions, read_trace
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(86_400)]

@@ -20,8 +20,9 @@ import pytest
 import yaml
 
 from support.fault_parts import Marked, Tally, at_instant, ended, how_many, marked
-from support.prometheus_parts import answers, free_port, wait_for
+from support.prometheus_parts import answers, wait_for
 from tuner.engine.demo import demo_engine_args
+from tuner.replay.server.process import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(86_400)]
 

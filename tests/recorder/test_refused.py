@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from support.recorder_parts import Reported, finished, rows_of, warnings_kept
 from tuner.recorder import TraceRecorder, middleware
 from tuner.recorder.recorder import process_recorder
 from tuner.recorder.settings import FILE
+from tuner.replay.server.process import free_port
 
 uvicorn = pytest.importorskip("uvicorn", reason="uvicorn and Starlette come with vLLM")
 applications = pytest.importorskip("starlette.applications")
@@ -87,9 +87,7 @@ async def shown(streams: list[Any]) -> Any:
 @contextmanager
 def listening(app: object) -> Iterator[http.client.HTTPConnection]:
     """Serve until the block ends, and give a connection to the server."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
+    port = free_port()
     config = uvicorn.Config(app, "127.0.0.1", port, log_level="error")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)

@@ -219,7 +219,7 @@ def test_an_error_keeps_its_class_and_hint_on_the_way(host: EngineProcess) -> No
 def test_limits_above_the_ceiling_are_an_engine_error(
     host: EngineProcess, log_path: Path
 ) -> None:
-    with pytest.raises(EngineError, match="above 16/512") as caught:
+    with pytest.raises(EngineError, match="above the start-up values 16/512") as caught:
         host.replay("short", EngineLimits(17, 512), ReplayPlan())
     assert str(log_path) in caught.value.hint
 

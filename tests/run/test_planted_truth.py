@@ -241,7 +241,13 @@ def test_a_run_finds_the_gain_that_was_planted() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("number", range(1000, 1030))
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(n, marks=pytest.mark.xdist_group(f"planted {n % 4}"))
+        for n in range(1000, 1030)
+    ],
+)
 def test_of_whole_runs_on_cases_that_no_rule_has_seen_none_is_far_off(
     number: int, tmp_path: Path
 ) -> None:

@@ -87,7 +87,10 @@ def test_random_replays_are_those_of_vllms_scheduler() -> None:
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize(
+    "part",
+    [pytest.param(n, marks=pytest.mark.xdist_group(f"replays {n}")) for n in range(PARTS)],
+)
 def test_thousands_of_random_replays_are_those_of_vllms_scheduler(
     part: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

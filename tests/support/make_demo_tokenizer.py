@@ -3,7 +3,7 @@
 The demo model has random weights, so its words mean nothing; what counts is that any text
 becomes token ids below the vocabulary's size and back again, without a download. So nothing
 is learnt from a corpus: every pair of the 62 most ordinary characters is one token until the
-vocabulary is full. `python tests/make_demo_tokenizer.py FOLDER` writes the two files anew.
+vocabulary is full. `python tests/support/make_demo_tokenizer.py FOLDER` writes both anew.
 """
 
 from __future__ import annotations

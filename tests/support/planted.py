@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Self
 
 from support.planted_machine import Machine, Mood, MoodSizes, StepFormula
+from tuner.engine.guards import check_busy, check_idle, check_new_limits
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import (
     Batch,
@@ -259,16 +260,12 @@ class PlantedEngine:
 
     def set_limits(self, limits: EngineLimits) -> None:
         """Take new limits. Raises: EngineError while busy or above the ceiling."""
-        if self.has_work():
-            raise EngineError("limits change only while the engine is idle")
-        if not limits.within(self._info.ceiling):
-            raise EngineError(f"limits {limits} lie above {self._info.ceiling}")
+        check_new_limits(self, limits)
         self._limits = limits
 
     def reset(self) -> None:
         """Do nothing, there is no prefix cache. Raises: EngineError while busy."""
-        if self.has_work():
-            raise EngineError("the cache is cleared only while the engine is idle")
+        check_idle(self)
 
     def prepare(self, row: int, prompt: Prompt, output_tokens: int) -> None:
         """Nothing: its steps take what the formula says, whatever happens between them."""
@@ -308,8 +305,7 @@ class PlantedEngine:
 
         The device computes one batch after the other, none before its launch has ended.
         """
-        if not self.has_work():
-            raise EngineError("a step was asked of an engine without work")
+        check_busy(self)
         clock = self._source.clock
         began_s, has_launched = clock.now_s, self._has_requests()
         if has_launched:

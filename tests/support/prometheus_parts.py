@@ -21,6 +21,7 @@ import pytest
 
 from support.prometheus_past import END_S, HOUR_S, PastEngine
 from tuner.errors import UsageError
+from tuner.replay.server.process import free_port
 from tuner.traffic.prometheus import trace_from_prometheus
 from tuner.traffic.traces import Trace
 
@@ -31,14 +32,6 @@ def need_prometheus() -> None:
     """Skip where Prometheus is not installed, and say how to get it."""
     if shutil.which("prometheus") is None or shutil.which("promtool") is None:
         pytest.skip("no Prometheus here: apt-get install prometheus")
-
-
-def free_port() -> int:
-    """Return a loopback port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def wait_for(

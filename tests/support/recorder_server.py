@@ -20,6 +20,7 @@ import yaml
 
 from tuner.engine.demo import demo_engine_args
 from tuner.recorder.settings import FILE, KEY, MAX_BYTES
+from tuner.replay.server.process import free_port
 
 PATIENCE_S = 420.0
 MODEL = "demo"
@@ -54,9 +55,7 @@ def serving(
         assert entry_points(group="vllm.stat_logger_plugins", name="tune_recorder"), (
             "no recorder is installed here: make setup, or pip install -e ./tuner/recorder"
         )
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
+    port = free_port()
     config = folder / "server.yaml"
     config.write_text(yaml.safe_dump({**demo_engine_args(), "served-model-name": MODEL}))
     command = [str(python), *program, "--config", str(config), "--port", str(port)]

@@ -13,7 +13,6 @@ from tuner.search.objective import Objective
 from tuner.search.space import SearchSpace
 
 CEILING = EngineLimits(64, 8192)
-AIM = Aim(Objective.BALANCED, (), ReplayPlan(), None)
 
 
 def an_aim(objective: Objective = Objective.BALANCED, slos: tuple[Slo, ...] = ()) -> Aim:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from support.csv_parts import traced
 from tuner.errors import TraceError
-from tuner.traffic.formats.columns import ReadOptions, TraceFormat, assemble
+from tuner.traffic.formats.columns import ReadOptions, TraceFormat
 from tuner.traffic.formats.flat_spans import FLAT_SPANS
 from tuner.traffic.formats.otlp import OTLP
 from tuner.traffic.traces import Trace
@@ -70,9 +71,7 @@ def written(folder: Path, *lines: object) -> Path:
 
 
 def read(path: Path, options: ReadOptions | None = None, known: TraceFormat = OTLP) -> Trace:
-    options = options or ReadOptions()
-    columns = known.read(path, options)
-    return assemble(columns, options, source=path.name, format_name=known.name, sha256="")
+    return traced(path, known, options)
 
 
 def read_flat(folder: Path, *spans: object, options: ReadOptions | None = None) -> Trace:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from tuner.engine.guards import check_busy, check_idle, check_new_limits
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import (
     Batch,
@@ -204,18 +205,14 @@ class ToyEngine:
 
     def set_limits(self, limits: EngineLimits) -> None:
         """Take new limits. Raises: EngineError while busy or above the ceiling."""
-        if self.has_work():
-            raise EngineError("limits change only while the toy is idle")
-        if not limits.within(self._info.ceiling):
-            raise EngineError(f"limits {limits} lie above {self._info.ceiling}")
+        check_new_limits(self, limits)
         if limits != self._limits and not self._info.can_change_limits:
             raise EngineError("this toy hides its limits")
         self._limits = limits
 
     def reset(self) -> None:
         """Forget the prefix cache. Raises: EngineError while busy."""
-        if self.has_work():
-            raise EngineError("the cache is cleared only while the toy is idle")
+        check_idle(self)
         self._cache.clear()
 
     def prepare(self, row: int, prompt: Prompt, output_tokens: int) -> None:
@@ -247,8 +244,7 @@ class ToyEngine:
 
     def step(self) -> Step:
         """Schedule one batch and say what it took by the formula."""
-        if not self.has_work():
-            raise EngineError("a step was asked of a toy without work")
+        check_busy(self)
         self._fail_if_told()
         plan = _Plan(budget=self._limits.max_num_batched_tokens)
         self._go_on(plan)

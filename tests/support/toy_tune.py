@@ -1,6 +1,6 @@
 """The main job on the toy engine: in this process, or as a program that can be interrupted.
 
-    python tests/toy_tune.py '{"noise_ratio": 0.1}' --trace t.jsonl --budget 60s --run-dir r
+    python tests/support/toy_tune.py '{"noise_ratio": 0.1}' --trace t.jsonl --run-dir r
 
 The first argument holds ToySource's fields as JSON, ToyCosts under `costs`; the others are
 those of `tune`, or `worker` and those of `tune worker`.

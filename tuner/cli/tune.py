@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,8 +35,6 @@ from tuner.run.stored import read_record
 from tuner.run.variants.records import parse_variants
 from tuner.search.objective import Objective
 from tuner.search.space import DEFAULT_LADDER
-from tuner.shadow.predictor import Predictor
-from tuner.shadow.profiles import Profile
 
 OUTPUT, FORMAT = "output", "emit_format"
 _RETYPED = {
@@ -177,19 +174,15 @@ def _check_format(chosen: Format, run: PreparedRun) -> None:
     checked_writer(chosen, Recommendation(values, EngineLimits(1, 1), lost=lost))
 
 
-def run_job(
-    job: Job,
-    source: EngineSource | None = None,
-    predictor_of: Callable[[Profile], Predictor] | None = None,
-) -> int:
+def run_job(job: Job, source: EngineSource | None = None) -> int:
     """Run the main job and return the exit code. Raises: TunerError, KeyboardInterrupt.
 
-    Where the engines come from, and what predicts, is the installed vLLM's matter unless given.
+    Where the engines come from is the installed vLLM's matter unless given.
     """
     display = RunDisplay(job.run.options.budget_s)
     try:
         with display:
-            result = tune(job.run, display, source=source, predictor_of=predictor_of)
+            result = tune(job.run, display, source=source)
     except KeyboardInterrupt:
         _interrupted(job, display.result)
         raise

@@ -63,7 +63,7 @@ def _known(rec: Recommendation) -> dict[str, Any]:
     if "gpu-memory-utilization" in rec.settings:
         made["gpuMemoryUtilization"] = rec.settings["gpu-memory-utilization"]
     for key, switch in _SWITCHES.items():
-        made[key] = rec.is_on(switch, default=True)
+        made[key] = rec.is_on(switch)
     return made
 
 
@@ -172,6 +172,6 @@ def _edit_extra(config: dict[str, Any], rec: Recommendation) -> None:
 def _switched_off(config: dict[str, Any], rec: Recommendation) -> list[str]:
     """Return a note if prefix caching is off there by omission, and was on when measured."""
     key = "enablePrefixCaching"
-    if key in config or not rec.is_on(_SWITCHES[key], default=True):
+    if key in config or not rec.is_on(_SWITCHES[key]):
         return []
     return [f"{key} is not set there, which turns it off; it was on when this was measured"]

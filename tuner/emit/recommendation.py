@@ -123,12 +123,12 @@ class Recommendation:
         gone = {"model", *keys, *(twin(key) for key in keys)}
         return {key: value for key, value in self.shared.items() if key not in gone}
 
-    def is_on(self, switch: str, *, default: bool) -> bool:
-        """Return whether a switch is on, under either of its two names."""
+    def is_on(self, switch: str) -> bool:
+        """Return whether a switch is on, under either of its two names, or left at that."""
         settings = self.settings
         if switch in settings:
             return settings[switch] is not False
-        return default if twin(switch) not in settings else settings[twin(switch)] is False
+        return twin(switch) not in settings or settings[twin(switch)] is False
 
     def number(self, key: str, default: int) -> int:
         """Return a whole number among the settings, the default where the key is not set.

@@ -3,7 +3,7 @@
 Two doors lead in. vLLM loads `plugin` by itself where this package is installed: it brings the
 exact token counts and latencies of every finished request. `vllm serve --middleware
 tuner.recorder.TraceRecorder` adds which prompts share a prefix, and the requests whose client
-went away; `tap` and `usage` read for it. Their `messages` go to the one `recorder`, which joins
+went away; `tap` reads for it. Their `messages` go to the one `recorder`, which joins
 them (`join`, `open_prompts`, `blocks`) into `rows` and writes files (`segments`) as `settings`
 say; `faults` keeps what fails from the server. Both doors do nothing unless TUNE_RECORD names a
 file.

@@ -1,7 +1,7 @@
 """The result of a run: what `result.json` holds, and what everybody reads of it.
 
 One schema, written and read here alone: decision, evidence, trials, caveats and provenance.
-What is said of the winner is worked out in `evidence`, wording for a terminal in `console`.
+What is said of the winner is worked out in `evidence`, wording for a terminal in `displays`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ what only the engine knows by `Start`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from uuid import uuid4
@@ -211,7 +210,6 @@ class Start:
     run_dir: RunDir
     stored: RunRecord | None
     listener: Listener
-    predictor_of: Callable[[Profile], Predictor] | None
 
     def predicted(self, profile: Profile) -> tuple[AnySession, str]:
         """Return a run on predictions alone, and what is said of the trace.
@@ -274,8 +272,6 @@ class Start:
     def _predictor(
         self, profile: Profile, ceiling: EngineLimits, info: EngineInfo | None = None
     ) -> Predictor:
-        if self.predictor_of is not None:
-            return self.predictor_of(profile)
         has_own_graphs = info is None or info.has_own_graphs
         return Predictor(profile, ceiling, self.prepared.options.seed, has_own_graphs)
 

@@ -57,8 +57,6 @@ from tuner.search.budget import window_text
 from tuner.search.objective import Scoring, Tier
 from tuner.search.race import UNFINISHED, RaceDecision, RaceVerdict
 from tuner.search.trials import decisive, leader, predictions
-from tuner.shadow.predictor import Predictor
-from tuner.shadow.profiles import Profile
 from tuner.stats import one_thread
 from tuner.traffic.describe import describe
 from tuner.traffic.sketch import TRAFFIC_FILE, sketch_of, write_sketch
@@ -274,14 +272,13 @@ def tune(
     listener: Listener | None = None,
     *,
     source: EngineSource | None = None,
-    predictor_of: Callable[[Profile], Predictor] | None = None,
     write_page: WritePage | None = None,
     run_dir: RunDir | None = None,
 ) -> RunResult:
     """Run to the end and return what came of it; everything is in the run directory by then.
 
     Of the configuration as it is: variants are left to `tuner.run.variants.runs`. Where the
-    engines come from, and what predicts, is the installed vLLM's matter unless given.
+    engines come from is the installed vLLM's matter unless given.
     `write_page` writes the run's page beside its result. `run_dir` is the run's directory where
     the caller holds it open.
 
@@ -301,7 +298,7 @@ def tune(
         stored = read_record(held_dir.path) if prepared.options.is_resumed else None
         if stored is not None:
             check_same(prepared, stored)
-        start = Start(prepared, held_dir, stored, listener, predictor_of)
+        start = Start(prepared, held_dir, stored, listener)
         with ExitStack() as held:
             held.enter_context(one_thread())
             if prepared.options.method is Method.SHADOW and prepared.profile is not None:

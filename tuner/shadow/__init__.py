@@ -1,1 +1,1 @@
-"""A simulator that runs vLLM's own scheduler with predicted step times."""
+"""vLLM's scheduling, compiled, with predicted step times; vLLM's own beside it to compare."""

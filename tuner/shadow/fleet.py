@@ -200,7 +200,7 @@ class _FleetSimulation(Simulation):
             self._traffic(),
             self._with_links(fleet),
         )
-        self._fleet = _router(prepared, fleet, has_seen=fleet.router is Router.PREFIX)
+        self._fleet = _router(prepared, fleet)
 
     def _traffic(self) -> s.Requests:
         """Return the traffic; a request that waits for none has nobody who waits for it."""
@@ -257,7 +257,7 @@ class _FleetSimulation(Simulation):
         return FleetLog(replace(log, timelines=lines), places.astype(np.int64), on_s)
 
 
-def _router(prepared: PreparedTrace, fleet: Fleet, *, has_seen: bool) -> r.Fleet:
+def _router(prepared: PreparedTrace, fleet: Fleet) -> r.Fleet:
     """Return the router's own arrays before it has dealt out anything."""
     trace, scaler = prepared.trace, fleet.autoscaler
     integers, floats = np.zeros(r.FLEET_INTEGERS, np.int64), np.zeros(r.FLEET_FLOATS)
@@ -279,7 +279,7 @@ def _router(prepared: PreparedTrace, fleet: Fleet, *, has_seen: bool) -> r.Fleet
     floats[r.START_S] = fleet.start_s
     states = np.zeros((fleet.replicas, r.REPLICA_INTEGERS), np.int64)
     states[: fleet.at_first, r.STATE] = r.SERVES
-    numbers = prepared.chains[3] if has_seen else 0
+    numbers = prepared.chains[3] if fleet.router is Router.PREFIX else 0
     return r.Fleet(
         integers,
         floats,

@@ -183,7 +183,6 @@ class _Seen:
     ttft_s: Floats
     tpot_s: Floats
     e2e_s: Floats
-    output_tokens: Floats
     taught: Bools
     checked: Bools
     at_once: Bools
@@ -211,9 +210,7 @@ class _Seen:
         is_early = np.arange(len(trace)) < middle
         tpot_s = (e2e_s - ttft_s) / np.maximum(tokens - 1, 1)
         at_once = _in_flight(trace.due_s, e2e_s) < cap
-        return cls(
-            ttft_s, tpot_s, e2e_s, tokens, usable & is_early, usable & ~is_early, at_once
-        )
+        return cls(ttft_s, tpot_s, e2e_s, usable & is_early, usable & ~is_early, at_once)
 
     def tells_prefill(self, lines: Timelines) -> bool:
         """Whether first-token times are enough, and differ enough, to compare their spread."""

@@ -15,7 +15,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from support.paths import SHARED_TRACES
 from tuner.cli import run
 from tuner.errors import TraceError, UsageError
 from tuner.traffic.formats import (
@@ -35,7 +34,6 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
-SHARED = SHARED_TRACES
 LINES = "".join(
     f'{{"arrived_at_s": {i}.5, "input_length": {10 + i}, "output_length": 3}}\n'
     for i in range(40)

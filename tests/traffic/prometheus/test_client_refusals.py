@@ -13,7 +13,6 @@ import pytest
 
 from support.prometheus_parts import (
     Page,
-    free_port,
     need_prometheus,
     prometheus,
     read,
@@ -21,6 +20,7 @@ from support.prometheus_parts import (
     with_history,
 )
 from support.prometheus_past import BARE, HOUR_S, OLD, PLAIN, START_S
+from tuner.replay.server.process import free_port
 
 # The password is "test": the example of Prometheus's own guide to basic authentication.
 LOGIN = (

@@ -22,7 +22,6 @@ import yaml
 from support.prometheus_parts import (
     answers,
     asked,
-    free_port,
     last_scrape_s,
     need_prometheus,
     prometheus,
@@ -33,6 +32,7 @@ from support.watch_parts import JumpingClock
 from tuner.cli.watch import WatchOptions, run_watch
 from tuner.cli.watch_command import watch
 from tuner.engine.demo import demo_engine_args
+from tuner.replay.server.process import free_port
 from tuner.traffic.prometheus import trace_from_prometheus
 from tuner.traffic.sketch import TRAFFIC_FILE, sketch_of, write_sketch
 from tuner.traffic.traces import Trace

@@ -52,7 +52,6 @@ def tune(
     listener: Listener | None = None,
     *,
     source: EngineSource | None = None,
-    predictor_of: Callable[[Profile], Predictor] | None = None,
     write_page: WritePage | None = None,
 ) -> RunResult:
     """Run the configuration as it is and each variant, and return the first with all compared.
@@ -64,7 +63,7 @@ def tune(
     """
     listener = listener or Listener()
     prepared = options if isinstance(options, PreparedRun) else prepare(options)
-    run_one = partial(tune_one, source=source, predictor_of=predictor_of, write_page=write_page)
+    run_one = partial(tune_one, source=source, write_page=write_page)
     if not prepared.options.variants:
         return run_one(prepared, listener)
     values = _values_of(prepared)
@@ -72,7 +71,7 @@ def tune(
     Budget(prepared.options.budget_s * share * VARIANT_SHARE)  # refuses what holds no start
     run_dir = RunDir(prepared.run_path, resume=prepared.options.is_resumed)
     try:
-        parts = (run_one, predictor_of, write_page, values, share)
+        parts = (run_one, write_page, values, share)
         return _Runs(prepared, run_dir, listener, *parts).to_the_end()
     finally:
         run_dir.close()
@@ -117,7 +116,6 @@ class _Runs:
     run_dir: RunDir
     listener: Listener
     run_one: Callable[..., RunResult]
-    predictor_of: Callable[[Profile], Predictor] | None
     write_page: WritePage | None
     values: Mapping[str, Mapping[str, object]]
     share: float
@@ -259,7 +257,7 @@ class _Runs:
         contender = Contender(AS_IT_IS, {}, base, _profile_of(path, base))
         comparing = Comparing(
             self._workload(base),
-            self.predictor_of or self._predictor,
+            self._predictor,
             options.seed,
             options.confidence,
             options.gpu_hour_price,

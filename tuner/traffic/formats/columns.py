@@ -243,14 +243,7 @@ def assemble(
     columns, notes = _of_one_model(columns, options, notes, source)
     columns, notes = _with_aborted(columns, options, notes)
     columns, notes = _without_empty(columns, options.zero_output, notes)
-    if not len(columns.prompt_tokens):
-        why = ", ".join(f"{count} {reason}" for reason, count in notes.dropped.items())
-        raise TraceError(
-            f"{source}: none of the {rows} requests can be replayed ({why})",
-            "pass --zero-output one to keep empty answers"
-            if ZERO_OUTPUT in notes.dropped
-            else "give a recording with requests that were answered",
-        )
+    _refuse_none(columns, notes, source)
     columns, moved = _in_order(columns)
     columns, notes = _without_turned_round(columns, notes)
     zero = columns.arrived[0]
@@ -272,6 +265,19 @@ def assemble(
         origin=columns.origin,
         zero_s=float(zero) / columns.ticks_per_s,
         hash_scope=sha256 if columns.local_hashes else columns.hash_scope,
+    )
+
+
+def _refuse_none(columns: Columns, notes: ReadNotes, source: str) -> None:
+    """Refuse a file of which no request is left. Raises: TraceError."""
+    if len(columns.prompt_tokens):
+        return
+    why = ", ".join(f"{count} {reason}" for reason, count in notes.dropped.items())
+    raise TraceError(
+        f"{source}: none of the {notes.rows} requests can be replayed ({why})",
+        "pass --zero-output one to keep empty answers"
+        if ZERO_OUTPUT in notes.dropped
+        else "give a recording with requests that were answered",
     )
 
 

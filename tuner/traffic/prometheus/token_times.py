@@ -41,7 +41,7 @@ class TokenTimes:
 
     `running` is how many requests ran, in the mean over the tokens: each token's step took as
     long as its own batch made it. `prompt_tokens` are those of a request that the prefix cache
-    did not hold. `tokens` is how many were counted.
+    did not hold.
 
     Units: seconds, tokens.
     """
@@ -50,7 +50,6 @@ class TokenTimes:
     running: float
     prompt_tokens: float
     output_tokens: float
-    tokens: float
 
 
 def token_times(
@@ -90,7 +89,7 @@ def token_times(
         )
     missed = 1.0 if hits is None else 1.0 - hits.ratio
     prompt, output = lengths
-    return TokenTimes(seconds / count, running, max(1.0, missed * prompt), output, count)
+    return TokenTimes(seconds / count, running, max(1.0, missed * prompt), output)
 
 
 def _tokens(
