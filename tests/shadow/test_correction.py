@@ -23,6 +23,7 @@ from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import Profile, read_profile, write_profile
 from tuner.shadow.step_model import NO_HOST, Host
 from tuner.stats import Floats
+from tuner.traffic.prefixes import HashIds
 from tuner.traffic.traces import LoadModel, Trace
 
 H200 = ROOT / "profiles" / "gpu" / "meta-llama-3.1-8b.1xh200_sxm.yaml"
@@ -68,6 +69,23 @@ def test_what_is_no_point_is_refused(text: str) -> None:
 def test_what_is_wrong_of_a_point_is_named(more: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         Anchor.parse(f"itl=7ms@running=3,{more}")
+
+
+def test_what_the_prefix_cache_held_is_attended_to_and_not_computed() -> None:
+    """A point is given back of prompts that share 8,000 tokens of theirs."""
+    profile = read_profile(ROOT / "profiles" / "gpu" / "meta-llama-3.1-8b.1xh200_sxm.yaml")
+    limits, count, size = EngineLimits(256, 8192), 320, 16
+    rng = np.random.default_rng(1)
+    own, outputs = (rng.integers(n // 2, n * 3 // 2, count) for n in (400, 300))
+    prompts = 8000 + own
+    rows = [(*range(500), *range(1000 * n, 1000 * n + o // size)) for n, o in enumerate(own, 1)]
+    hashes = HashIds.from_rows(rows, size)
+    trace = Trace(np.zeros(count), prompts, outputs, hashes=hashes)
+    closed = ReplayPlan(load_model=LoadModel.CLOSED, concurrency=16)
+    lines = Predictor(profile).replay(trace, limits, closed).timelines
+    itl_s = float((lines.last_s - lines.first_s).sum() / (outputs - 1).sum())
+    told = Anchor.parse(f"itl={itl_s}s@running=16,prompt=400,output=300,context=8550")
+    assert by_anchor(profile, told, limits)[1].ratio == pytest.approx(1.0, abs=0.03)
 
 
 def at_own_limits(profile: Profile, anchor: Anchor) -> tuple[Profile, Anchored]:

@@ -119,6 +119,16 @@ def test_equal_prompts_of_strangers_are_no_session() -> None:
     assert sessions_of(trace).tolist() == [0, 1, 2]
 
 
+def test_a_prompt_that_is_a_template_alone_makes_no_session_of_all_who_share_it() -> None:
+    rows = [(1, 2), *((1, 2, 10 + n) for n in range(50)), (1, 2, 10, 99)]
+    tokens = [33, *[49] * 50, 65]
+    trace = replace(
+        a_trace([float(n) for n in range(52)], tokens), hashes=HashIds.from_rows(rows, SIZE)
+    )
+    assert sessions_of(trace).tolist() == [*range(51), 1]
+    assert len(at_load(trace, 0.5)) == pytest.approx(26, abs=2)
+
+
 def test_the_load_of_a_load_is_their_product() -> None:
     assert at_load(at_load(steady(60, 2.0), 1.5), 2).load == 3.0
 

@@ -162,7 +162,7 @@ def _measured(server: PrometheusOptions) -> Anchor:
     return Anchor(
         found.itl_s,
         found.running,
-        max(1, round(found.prompt_tokens + found.output_tokens / 2)),
+        max(1, round(found.cached_tokens + found.prompt_tokens + found.output_tokens / 2)),
         prompt,
         max(1, round(found.output_tokens)) if prompt else 0,
     )

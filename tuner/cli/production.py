@@ -162,7 +162,7 @@ def run_profile_fit(options: ProfileFitOptions) -> int:
     requests = RecordedRequests.read(options.recordings)
     values = {} if options.config is None else read_config(options.config).values
     profile, learnt = learn_profile(recorded, requests, values)
-    named = {"model": profile.shape.model}
+    named = {"model": profile.shape.model, **profile.shape.parallel_values}
     profile = replace(profile, serve_values={**named, **profile.serve_values})
     learnt = replace(learnt, off=_off(profile, options))
     profile = replace(profile, metric_error_ratio=learnt.wrong_ratio)

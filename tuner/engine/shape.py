@@ -118,6 +118,11 @@ class EngineShape:
         return self.scheduler.get("policy") == "priority"
 
     @property
+    def parallel_values(self) -> dict[str, object]:
+        """Over how many devices a configuration spreads it, by vLLM's keys; nothing of one."""
+        return {name.replace("_", "-"): n for name, n in self.parallelism.items() if n > 1}
+
+    @property
     def devices(self) -> int:
         """How many devices one replica takes."""
         return math.prod(self.parallelism.values())

@@ -107,9 +107,13 @@ class Calibrator:
             serve_values=serve_values,
             has_own_graphs=started.info.has_own_graphs,
         )
+        ceiling, blocks = started.info.ceiling, started.info.num_blocks
         for start in stored.kv_starts if stored is not None else ():
-            if start.limits != started.info.ceiling:
-                calibration = calibration.and_start(start.limits, start.num_blocks)
+            if stored is not None and start.limits != ceiling:
+                # Estimates keep what they say of limits, at the level that an engine has shown.
+                level = blocks / stored.num_blocks_at(ceiling) if stored.origin else 1.0
+                shown = max(1, round(level * start.num_blocks))
+                calibration = calibration.and_start(start.limits, shown)
         return cls(calibration)
 
     def observe(self, limits: EngineLimits, log: ReplayLog) -> None:

@@ -62,9 +62,9 @@ class Calibration:
         return replace(self, steps=(*self.steps, *more))
 
     def and_start(self, limits: EngineLimits, num_blocks: int) -> Calibration:
-        """Return the calibration with the blocks of one more start."""
-        start = KvStart(limits, num_blocks)
-        return self if start in self.starts else replace(self, starts=(*self.starts, start))
+        """Return the calibration with the blocks of one more start, newest at its limits."""
+        others = (start for start in self.starts if start.limits != limits)
+        return replace(self, starts=(*others, KvStart(limits, num_blocks)))
 
     def learn(self) -> tuple[Fit, Speed]:
         """Fit a step-time model, and learn what the steps leave open of it.
@@ -141,7 +141,13 @@ class Calibration:
 
         Raises: TooFewSamplesError with no step.
         """
-        return replace(profile, step_model=profile.step_model.scaled(self.times_of(profile)))
+        times = self.times_of(profile)
+        variants = {
+            name: replace(one, step_model=one.step_model.scaled(times))
+            for name, one in profile.variants.items()
+        }
+        model = profile.step_model.scaled(times)
+        return replace(profile, step_model=model, variants=variants)
 
     def times_of(self, profile: Profile) -> float:
         """Return how many times as long the steps took as the profile says of them.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Final, Protocol, Self
@@ -29,6 +29,7 @@ from tuner.shadow.profiles import Profile
 from tuner.shadow.speed import Uncertainty
 from tuner.shadow.step_model import TERMS, StepModel
 from tuner.stats import Floats
+from tuner.traffic.prefixes import HashIds
 from tuner.traffic.traces import LoadModel, Trace
 from tuner.traffic.windows import parse_duration
 
@@ -65,7 +66,7 @@ class Correction(Protocol):
 
 def corrected(
     profile: Profile,
-    step_model: StepModel,
+    change: Callable[[StepModel], StepModel],
     by: str,
     wrong_ratio: float,
     uncertainty: Uncertainty | None,
@@ -73,11 +74,17 @@ def corrected(
 ) -> Profile:
     """Return the profile with the corrected step times, and what they were corrected by.
 
-    `ratio` is how many times as long every step takes now.
+    Those of its variants change alike, as they are compared with it. `ratio` is how many times
+    as long every step takes now.
     """
+    variants = {
+        name: replace(one, step_model=change(one.step_model))
+        for name, one in profile.variants.items()
+    }
     return replace(
         profile,
-        step_model=step_model,
+        step_model=change(profile.step_model),
+        variants=variants,
         uncertainty=uncertainty,
         metric_error_ratio=wrong_ratio,
         made_at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -96,7 +103,8 @@ class Anchor:
 
     `context_tokens` is how much each of them attended to in the mean. Where the lengths of
     requests are known, each token's time holds its share of others' prompts: `prompt_tokens`
-    are those that a request computes (prefix hits are not), 0 where only decoding counts.
+    are those that a request computes, 0 where only decoding counts. What it attended to besides
+    them and half of its answer, the prefix cache held.
 
     Units: seconds.
     Raises: UsageError for a time or a number that cannot be.
@@ -212,21 +220,35 @@ class Anchor:
             batch = Batch(seqs, 0, 0, seqs * self.context_tokens, 0, 0, 0)
             return profile.step_model_at(limits).interval_s(batch)
         plan = ReplayPlan(load_model=LoadModel.CLOSED, concurrency=seqs)
-        trace = self._requests(TURNS * seqs, profile.shape.max_model_len)
+        shape = profile.shape
+        trace = self._requests(TURNS * seqs, shape.max_model_len, shape.block_size)
         lines = Predictor(profile).replay(trace, limits, plan).timelines
         gaps = float((trace.output_tokens - 1).sum())
         return float((lines.last_s - lines.first_s).sum()) / gaps
 
-    def _requests(self, count: int, longest: int) -> Trace:
-        """Return so many requests of about the lengths that are known in the mean."""
+    def _requests(self, count: int, longest: int, block_size: int) -> Trace:
+        """Return so many requests of about the lengths that are known in the mean.
+
+        They have in common, and so in the prefix cache, what they attend to besides.
+        """
         rng = np.random.default_rng(0)
         prompts, outputs = (
             np.maximum(least, rng.uniform(0.5, 1.5, count) * mean).astype(np.int64)
             for least, mean in ((1, self.prompt_tokens), (2, self.output_tokens))
         )
         outputs = np.minimum(outputs, max(2, longest // 2))
-        prompts = np.minimum(prompts, np.maximum(1, longest - outputs))
-        return Trace(np.zeros(count), prompts, outputs, source=str(self))
+        room = np.maximum(1, longest - outputs)
+        prompts = np.minimum(prompts, room)
+        cached = self.context_tokens - self.prompt_tokens - self.output_tokens // 2
+        shared = min(max(0, cached), int((room - prompts).min())) // block_size
+        prompts += shared * block_size
+        ends = shared + np.cumsum(prompts // block_size - shared)
+        rows = [
+            (*range(shared), *range(end - tokens // block_size + shared, end))
+            for end, tokens in zip(ends.tolist(), prompts.tolist(), strict=True)
+        ]
+        hashes = HashIds.from_rows(rows, block_size) if shared else None
+        return Trace(np.zeros(count), prompts, outputs, hashes=hashes, source=str(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,21 +292,24 @@ def by_anchor(
     """
     anchor.check_fits(profile, limits)
     found = Anchored(anchor, anchor.predicted_s(profile, limits))
-    _check_near(
+    check_near(
         profile,
         found.ratio,
-        f"{anchor} is {_shown(found.ratio)} times the {found.predicted_s * 1e3:.2f} ms",
+        f"{anchor} is {shown(found.ratio)} times the {found.predicted_s * 1e3:.2f} ms",
     )
     own = profile.metric_error_ratio or math.inf
     # What the point moves by more than the profile's own error was wrong by more than that.
     wrong = min(own, WRONG_RATIO) if abs(math.log(found.ratio)) <= own else WRONG_RATIO
+
     # The point does not tell the host from the device: it is met whichever is the slower one.
-    model = profile.step_model.slower(found.ratio)
-    now = corrected(profile, model, str(anchor), wrong, _narrowed(profile), found.ratio)
+    def slower(model: StepModel) -> StepModel:
+        return model.slower(found.ratio)
+
+    now = corrected(profile, slower, str(anchor), wrong, _narrowed(profile), found.ratio)
     return now, found
 
 
-def _check_near(profile: Profile, ratio: float, what: str) -> None:
+def check_near(profile: Profile, ratio: float, what: str) -> None:
     """Refuse what is of another engine, at once or by many corrections. Raises: ShadowError."""
     in_all = profile.moved_ratio * ratio
     if _is_near(ratio) and _is_near(in_all):
@@ -292,7 +317,7 @@ def _check_near(profile: Profile, ratio: float, what: str) -> None:
     said = f"{what} that the profile says of {profile.shape.model} on {profile.shape.device}"
     if _is_near(ratio):
         raise ShadowError(
-            f"{said}, and {_shown(in_all)} times what it said before it was corrected",
+            f"{said}, and {shown(in_all)} times what it said before it was corrected",
             "correct the profile as it was before, or learn one with tune profile fit",
         )
     raise ShadowError(
@@ -306,10 +331,10 @@ def _is_near(ratio: float) -> bool:
     return 1 / LARGEST_RATIO <= ratio <= LARGEST_RATIO
 
 
-def _shown(ratio: float) -> str:
+def shown(ratio: float) -> str:
     """Return a ratio with as many digits as tell on which side of the bound it lies.
 
-    >>> _shown(2.016), _shown(3.3), _shown(0.4996)
+    >>> shown(2.016), shown(3.3), shown(0.4996)
     ('2.02', '3.3', '0.4996')
     """
     texts = (f"{ratio:.{digits}g}" for digits in range(2, 17))
@@ -394,12 +419,15 @@ def by_steps(
         return float(took_s[half][kept[half]].sum() / predicted_s[half][kept[half]].sum())
 
     first, second = ratio(slice(0, count // 2)), ratio(slice(count // 2, None))
-    _check_near(profile, first, f"recorded steps take {_shown(first)} times as long as those")
+    check_near(profile, first, f"recorded steps take {shown(first)} times as long as those")
     found = StepRatio(count, first, 1 / second - 1, first / second - 1)
     wrong = max(abs(found.off_now), min(profile.metric_error_ratio or math.inf, WRONG_RATIO))
-    model = profile.step_model.scaled(first)
     by = f"{count} recorded steps"
-    return corrected(profile, model, by, wrong, _narrowed(profile), first), found
+
+    def scaled(model: StepModel) -> StepModel:
+        return model.scaled(first)
+
+    return corrected(profile, scaled, by, wrong, _narrowed(profile), first), found
 
 
 def _predicted_s(models: Sequence[StepModel], parts: Sequence[StepColumns]) -> list[Floats]:

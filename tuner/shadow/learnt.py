@@ -154,12 +154,10 @@ def _of_one_engine(
         raise TooFewSamplesError("no steps were recorded", HOW)
     kinds = [check_usable(steps) for steps in recorded]
     shape, _ = kinds[-1]
-    others = {f"{kind.model} on {kind.device}" for kind, _ in kinds if _differs(kind, shape)}
+    others = {text for kind, _ in kinds for text in _differing(kind, shape)}
     if others:
-        names = ", ".join(sorted(others))
         raise ShadowError(
-            f"the steps are of different engines, of {shape.model} on {shape.device} and of "
-            f"{names}",
+            f"the steps are of different engines: {'; '.join(sorted(others))}",
             "name the files of one with --steps",
         )
     return kinds
@@ -180,10 +178,17 @@ def _too_quiet(
     )
 
 
-def _differs(one: EngineShape, other: EngineShape) -> bool:
-    return (one.model, one.device, one.dtype, one.block_size) != (
-        *(other.model, other.device, other.dtype, other.block_size),
-    )
+def _differing(one: EngineShape, last: EngineShape) -> Iterator[str]:
+    """Yield why the steps of one, or its blocks, say nothing of the last."""
+    for name in ("model", "device", "dtype", "block_size", "parallelism", "asynchronous"):
+        mine, its = getattr(one, name), getattr(last, name)
+        if mine != its:
+            yield f"{name} {mine}, and last {its}"
+    if (one.captures_mixed, bool(one.captured_sizes)) != (
+        last.captures_mixed,
+        bool(last.captured_sizes),
+    ):
+        yield "CUDA graphs are captured otherwise than last"
 
 
 def _often(values: Floats) -> int:

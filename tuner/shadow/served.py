@@ -21,7 +21,7 @@ import numpy as np
 from tuner.engine.limits import EngineLimits
 from tuner.errors import ShadowError, TooFewSamplesError
 from tuner.replay.timeline import Timelines
-from tuner.shadow.correction import corrected
+from tuner.shadow.correction import WRONG_RATIO, check_near, corrected, shown
 from tuner.shadow.profiles import Profile
 from tuner.shadow.step_model import StepModel
 from tuner.stats import QUANTILES, Bools, Floats, Ints, tail_statistic
@@ -118,10 +118,20 @@ def by_recording(
         off_before=seen.off(first.lines),
         off_now=seen.off(best.lines),
     )
-    wrong = max(abs(found.off_now["tpot p50"]), abs(found.off_now["e2e p50"]))
-    model = profile.step_model.served(best.added_s, best.prefill_ratio)
+    wrong, ratio = max(abs(found.off_now["tpot p50"]), abs(found.off_now["e2e p50"])), 1.0
+    if profile.origin:
+        # What was never measured is held to what holds for all corrections of it.
+        ratio = 1 / (1 + found.off_before["tpot p50"])
+        check_near(
+            profile, ratio, f"recorded tokens take {shown(ratio)} times as long as those"
+        )
+        wrong = max(wrong, min(profile.metric_error_ratio or math.inf, WRONG_RATIO))
+
+    def served(model: StepModel) -> StepModel:
+        return model.served(best.added_s, best.prefill_ratio)
+
     by = f"{limits}, served"
-    return corrected(profile, model, by, wrong, profile.uncertainty), found
+    return corrected(profile, served, by, wrong, profile.uncertainty, ratio), found
 
 
 def off_recorded(trace: Trace, limits: EngineLimits, lines: Timelines) -> dict[str, float]:

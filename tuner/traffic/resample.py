@@ -23,6 +23,9 @@ from tuner.traffic.traces import Trace, Turns
 SHIFT_S = 60.0
 # Sessions are taken out in the order of one shuffle, so that a larger load holds a smaller one.
 SEED = 0
+# As many may go on from one prompt as one session: ours, an answer asked for anew, or another
+# question after it.
+MOST_FOLLOWERS = 2
 
 
 def at_load(trace: Trace, load: float) -> Trace:
@@ -153,7 +156,8 @@ def sessions_of(trace: Trace) -> Ints:
     """Return for each request the first one of its session.
 
     By the trace's turns. Without any, a request that goes on from the whole of another's prompt
-    belongs to it, if no third one had that prompt.
+    belongs to it, if no third one had that prompt and not many go on from it: what many have in
+    common is a template, of which one prompt may hold nothing more.
 
     Shapes: [n], row numbers.
     """
@@ -187,7 +191,10 @@ def _continued(hashes: HashIds, prompt_tokens: Ints) -> Ints:
     is_earlier = (owner >= 0) & (owner < rows)
     # Blocks come in order, so the last that belongs to another wins.
     before[rows[is_earlier]] = owner[is_earlier]
-    return before
+    itself = np.arange(n)
+    followers = np.bincount(before[before != itself], minlength=n)
+    apart: Ints = np.where(followers[before] > MOST_FOLLOWERS, itself, before)
+    return apart
 
 
 def _parted(trace: Trace) -> Trace:

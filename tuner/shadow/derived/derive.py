@@ -18,6 +18,7 @@ from typing import Final
 import numpy as np
 
 from tuner.engine.limits import EngineLimits
+from tuner.engine.serve_config import hyphenated
 from tuner.engine.shape import SUPPORTED_KV, EngineShape
 from tuner.errors import UsageError
 from tuner.shadow.derived.gpus import GPUS, NODE_GPUS
@@ -81,11 +82,21 @@ def derive(wanted: Wanted) -> Derived:
         made_at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         calibrated_on=(f"{LIBRARY} {version}, {wanted.gpu.name}, vLLM {wanted.gpu.tables}",),
         current_limits=wanted.at,
-        serve_values={"model": wanted.model, **wanted.serve_values},
+        serve_values=_serve_values(wanted, shape),
         uncertainty=Uncertainty.of(_directions()),
         origin=f"{ORIGIN} ({LIBRARY} {version}, Apache-2.0), not measured",
     )
     return Derived(profile, warnings)
+
+
+def _serve_values(wanted: Wanted, shape: EngineShape) -> dict[str, object]:
+    """Return the configuration that the profile is of, on as many GPUs as were asked for."""
+    named = {
+        key: value
+        for key, value in wanted.serve_values.items()
+        if hyphenated(key).replace("-", "_") not in shape.parallelism
+    }
+    return {"model": wanted.model, **shape.parallel_values, **named}
 
 
 def _warnings(wanted: Wanted) -> Iterator[str]:

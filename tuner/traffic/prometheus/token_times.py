@@ -41,7 +41,7 @@ class TokenTimes:
 
     `running` is how many requests ran, in the mean over the tokens: each token's step took as
     long as its own batch made it. `prompt_tokens` are those of a request that the prefix cache
-    did not hold.
+    did not hold, and `cached_tokens` those that it held.
 
     Units: seconds, tokens.
     """
@@ -50,6 +50,7 @@ class TokenTimes:
     running: float
     prompt_tokens: float
     output_tokens: float
+    cached_tokens: float = 0.0
 
 
 def token_times(
@@ -87,9 +88,10 @@ def token_times(
             "name a busier stretch with --since, and let Prometheus keep "
             f"{NAMES[0]} and {RUNNING}",
         )
-    missed = 1.0 if hits is None else 1.0 - hits.ratio
+    held = 0.0 if hits is None else hits.ratio
     prompt, output = lengths
-    return TokenTimes(seconds / count, running, max(1.0, missed * prompt), output)
+    missed = max(1.0, (1.0 - held) * prompt)
+    return TokenTimes(seconds / count, running, missed, output, held * prompt)
 
 
 def _tokens(
