@@ -148,6 +148,53 @@ def test_evidence_of_an_earlier_tuning_makes_room_for_that_of_this_one(
         assert read_emitted(path).facts["trace"] == rec.facts["trace"]
 
 
+def test_the_next_tuning_replaces_the_remark_of_the_last_one_and_no_other(
+    tmp_path: Path,
+) -> None:
+    rec = read_run(a_run_dir(tmp_path))
+    path = tmp_path / "mine.yaml"
+    path.write_text("model: m\nmax-num-seqs: 3\n")
+    path.write_text(merge_into(path, Format.VLLM, rec, Names()).after)
+    later = replace(rec, facts={**rec.facts, "tuned-at": "2031-05-06T07:08:09Z"})
+    after = merge_into(path, Format.VLLM, later, Names()).after
+    assert after.count("# tuned ") == 1
+    assert "# tuned 2031-05-06" in after
+    path.write_text("model: m\nmax-num-seqs: 3 # tuned for summer by Ann\n")
+    assert "# tuned for summer by Ann" in merge_into(path, Format.VLLM, rec, Names()).after
+
+
+def test_kserve_gets_flags_as_it_passes_them_on(tmp_path: Path) -> None:
+    """Of a flag with underscores it takes no notice."""
+    path = tmp_path / "service.yaml"
+    path.write_text(KSERVE.replace("--max-num-seqs", "--max_num_seqs"))
+    merged = merge_into(path, Format.KSERVE, PLAIN, Names())
+    assert changed(merged.before, merged.after)[:2] == [
+        "-      - --max_num_seqs=256",
+        "+      - --max-num-seqs=48",
+    ]
+
+
+def test_a_shell_that_reads_kserve_s_line_once_more_changes_nothing_in_it() -> None:
+    values = {
+        "model": "m",
+        "compilation-config": {"level": 3, "pass_config": {"fuse": True}},
+        "limit-mm-per-prompt": {"image": 2},
+        "speculative-config": {"method": "ngram", "sizes": [1, 2]},
+    }
+    text = emit(Format.KSERVE_LLM, replace(PLAIN, values=values), Names())
+    (found,) = yaml.safe_load_all(text)
+    (holder,) = found["spec"]["template"]["containers"]
+    line = next(env["value"] for env in holder["env"] if env["name"] == "VLLM_ADDITIONAL_ARGS")
+    shell = ["sh", "-c", f"eval \"printf '%s\\n' {line}\""]
+    said = subprocess.run(shell, capture_output=True, text=True, check=True).stdout
+    assert said.split() == line.split()
+    assert "--compilation-config.level=3" in said
+    assert "--compilation-config.pass_config.fuse=true" in said
+    assert "--limit-mm-per-prompt.image=2" in said
+    assert "speculative" not in line
+    assert "left out speculative-config: its value has blanks or signs of a shell" in text
+
+
 def test_a_line_for_a_shell_is_changed_within(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(SHELL)

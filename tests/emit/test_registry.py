@@ -269,9 +269,11 @@ def test_a_run_on_a_cpu_asks_for_no_gpu(tmp_path: Path) -> None:
 def test_the_exact_form_is_refused_where_it_would_not_repeat_the_point(
     version: str, shown: str, tmp_path: Path, *, shadow: bool
 ) -> None:
-    rec = read_run(a_run_dir(tmp_path, an_outcome(version=version)))
-    if shadow:
-        rec = replace(rec, facts={**rec.facts, "method": "shadow"})
+    outcome = an_outcome(version=version)
+    assert outcome.recommendation is not None
+    advice = replace(outcome.recommendation, is_predicted=shadow)
+    outcome = replace(outcome, recommendation=advice)
+    rec = read_run(a_run_dir(tmp_path, outcome))
     with pytest.raises(UsageError, match=shown):
         emit(Format.VLLM_EXACT, rec)
     unknown = Recommendation({"model": "m"}, EngineLimits(8, 512))

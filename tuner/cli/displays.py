@@ -20,7 +20,7 @@ from tuner.replay.loop import Progress
 from tuner.report.summary import gain_words
 from tuner.run.listener import Listener, clock_text
 from tuner.run.result import Advice, RunResult
-from tuner.search.objective import Tier
+from tuner.search.objective import Tier, moved
 from tuner.search.trials import Phase, Trial, leader
 
 _TIER_STYLES = {
@@ -129,7 +129,8 @@ class RunDisplay(Listener):
         comparable = current is not None and current.score.metric == best.score.metric
         if current is not None and comparable and current.limits != best.limits:
             one = "replay" if best.phase.is_on_windows else "shadow"
-            gain = f" ({best.score.value / current.score.value - 1:+.0%}, one {one})"
+            metric, ratio = best.score.metric, best.score.value / current.score.value
+            gain = f" ({metric} {moved(metric, ratio - 1):+.0%}, one {one})"
         return f"best so far {best.limits}{gain}"
 
     def _refresh(self) -> None:

@@ -108,7 +108,9 @@ from tuner.emit.names import Format
 @cloup.option_group(
     "Rollout and rollback",
     format_option(
-        Format.VLLM_EXACT, help="What is written; a YAML file that exists is edited in place."
+        Format.VLLM_EXACT,
+        help="What is written; a manifest that exists is edited in place, a file of vLLM's own "
+        "or of its arguments is written anew.",
     ),
     time_option(
         "--hook-timeout",

@@ -21,6 +21,7 @@ import numpy as np
 from tuner.drift.retune import Retune
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
+from tuner.replay.slo import Slo
 from tuner.run.context import Workload
 from tuner.run.drawing import FEW_DRAWS
 from tuner.search.budget import MIN_REQUESTS, Aim
@@ -343,6 +344,17 @@ class Calendar:
         )
 
 
+def _carried(slos: Sequence[Slo], requests: int) -> tuple[tuple[Slo, ...], tuple[Slo, ...]]:
+    """Return the SLOs that so many requests can be judged by, and the others.
+
+    All of them where that would leave none.
+    """
+    carried = tuple(slo for slo in slos if slo.needed_samples <= requests)
+    if not carried:
+        return tuple(slos), ()
+    return carried, tuple(slo for slo in slos if slo not in carried)
+
+
 def calendar_of(
     trace: Trace,
     hours: tuple[Hour, ...],
@@ -361,13 +373,17 @@ def calendar_of(
         if best is not None:
             candidates.add(best.limits)
         on_hour(f"{hour.name}: best {best.limits if best is not None else 'none'}")
-    fewest = min(len(part.of(trace)) for hour in hours for part in hour.parts)
-    slos = tuple(slo for slo in aim.slos if slo.needed_samples <= fewest)
-    scoring = Scoring(aim.objective, slos or aim.slos, tail_statistic(fewest))
+    fewest = [min(len(part.of(trace)) for part in hour.parts) for hour in hours]
+    tail = tail_statistic(min(fewest))
     draws = max(MIN_DRAWS, math.ceil(FEW_DRAWS / max(len(hour.dates) for hour in hours)))
     draw = partial(retune.draw, settings=sorted(candidates), draws=draws)
     drawn = []
-    for hour in hours:
+    for hour, count in zip(hours, fewest, strict=True):
+        slos, left_out = _carried(aim.slos, count)
+        if left_out:
+            names = ", ".join(map(str, left_out))
+            on_hour(f"{hour.name}: a date of it holds too few requests to judge by {names}")
+        scoring = Scoring(aim.objective, slos, tail)
         of_dates = [
             draw(Workload("hour", (part,), (part.of(trace),), aim.plan, aim.slos, scoring))
             for part in hour.parts

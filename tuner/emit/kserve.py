@@ -10,7 +10,9 @@ Source: kserve/kserve, python/huggingfaceserver/huggingfaceserver/__main__.py;
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from tuner.emit import container
@@ -29,7 +31,13 @@ from tuner.emit.llm_d import uri
 from tuner.emit.recommendation import API_KEY, Recommendation
 from tuner.emit.target import Names
 from tuner.emit.yaml_text import yaml_text
-from tuner.engine.serve_config import human_integer
+from tuner.engine.serve_config import (
+    LIVE_LIMIT_KEYS,
+    MAX_NUM_BATCHED_TOKENS,
+    MAX_NUM_SEQS,
+    human_integer,
+    hyphenated,
+)
 
 _OWN_FLAGS: Final = {
     "max-model-len": "max_model_len",
@@ -38,6 +46,9 @@ _OWN_FLAGS: Final = {
     "trust-remote-code": "trust_remote_code",
 }
 """Flags of the runtime itself, which it hands on to vLLM."""
+
+_SHELLS: Final = re.compile(r"[\s\"'`$&|;<>(){}\[\]*?!#~\\]")
+"""What a shell that reads a word once more changes, or splits it at."""
 
 _NUMBERS = ("max_model_len",)
 _ARGS_PATH = "spec.predictor.model.args"
@@ -106,9 +117,22 @@ def edit(documents: list[Any], rec: Recommendation, names: Names) -> list[str]:
         if not isinstance(holder, dict):
             raise no_place(_ARGS_PATH, "no mapping")
         holder.setdefault("args", [])
+        _respell(holder["args"])
     edit_container(holder, rec.tuned, shown)
     annotate(document, rec.annotations())
     return []
+
+
+def _respell(words: Any) -> None:  # noqa: ANN401 - any YAML
+    """Write the flags of both limits with hyphens: KServe passes on no other spelling.
+
+    Source: KServe, huggingfaceserver/__main__.py, parse_known_args.
+    """
+    for place, word in enumerate(words if isinstance(words, list) else ()):
+        flag, equals, value = str(word).partition("=")
+        key = hyphenated(flag[2:]) if flag.startswith("--") else ""
+        if key in (MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, *LIVE_LIMIT_KEYS):
+            words[place] = like(word, f"--{key}{equals}{value}")
 
 
 def write_llm(rec: Recommendation, names: Names) -> str:
@@ -146,19 +170,33 @@ def write_llm(rec: Recommendation, names: Names) -> str:
 def _one_line(rec: Recommendation) -> tuple[str, list[str]]:
     """Return the flags in one line, and what cannot stand there.
 
-    A shell splits the line at blanks.
+    A shell reads the line once more: it splits at blanks, and quotes and braces are its own.
     """
     words_left: list[str] = []
     notes: list[str] = []
     for key, value in rec.flags_but("host", "port", "served-model-name").items():
-        words = flags({key: value})
-        if any(word.split() != [word] for word in words):
+        words = list(_dotted(key, value)) if isinstance(value, dict) else flags({key: value})
+        if any(_SHELLS.search(word) for word in words):
             notes.append(
-                f"left out {key}: its value has blanks, at which KServe splits the line"
+                f"left out {key}: its value has blanks or signs of a shell, which KServe's "
+                "template gives the line to"
             )
         else:
             words_left.extend(words)
     return " ".join(without_expansion(words_left)), notes
+
+
+def _dotted(key: str, value: object) -> Iterator[str]:
+    """Yield a flag for each value within a mapping, as vLLM takes them too.
+
+    >>> list(_dotted("compilation-config", {"level": 3, "pass_config": {"fuse": True}}))
+    ['--compilation-config.level=3', '--compilation-config.pass_config.fuse=true']
+    """
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _dotted(f"{key}.{name}", inner)
+    else:
+        yield f"--{key}={value if isinstance(value, str) else json.dumps(value)}"
 
 
 def edit_llm(documents: list[Any], rec: Recommendation, names: Names) -> list[str]:

@@ -270,7 +270,7 @@ def facts_of_run(result: RunResult, advice: Advice, folder: Path) -> dict[str, s
     facts = {
         "run-id": folder.resolve().name,
         "tuned-at": made.made_at,
-        "method": result.method,
+        "method": "shadow" if advice.is_predicted else result.method,
         "trace": made.trace.source,
         "trace-sha256": made.trace.sha256,
         "vllm-version": engine and engine.vllm_version,

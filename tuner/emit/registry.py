@@ -17,7 +17,7 @@ from tuner.emit.patch import Patched, patch
 from tuner.emit.recommendation import API_KEY, API_KEY_ENV, Recommendation, with_evidence
 from tuner.emit.target import ApiKey, Names, Target, Write
 from tuner.engine.limits import EngineLimits
-from tuner.engine.serve_config import human_integer
+from tuner.engine.serve_config import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, human_integer
 from tuner.errors import UsageError
 
 TARGETS: Final[Mapping[Format, Target]] = {
@@ -161,6 +161,7 @@ def merge_into(path: Path, chosen: Format, rec: Recommendation, names: Names) ->
 
 _MARKS: Final = EngineLimits(1_000_000_007, 1_000_000_009)
 """Ours: limits that no file has, by which the places of a file's own are found."""
+_LIMITS: Final = (MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS)
 _MARK: Final = re.compile(f"({_MARKS.max_num_seqs}|{_MARKS.max_num_batched_tokens})")
 _NUMBER: Final = r"['\"]?([\w.]+)['\"]?"
 
@@ -168,9 +169,10 @@ _NUMBER: Final = r"['\"]?([\w.]+)['\"]?"
 def limits_in(path: Path, chosen: Format, names: Names) -> EngineLimits | None:
     """Return the limits in a file of the user's where an edit would set them.
 
-    None unless both are numbers there.
+    None where neither is a number there.
 
-    Raises: UsageError if it is not YAML, has no place for them, or a pair that vLLM refuses.
+    Raises: UsageError if it is not YAML, has no place for them, one of them alone, or a pair
+        that vLLM refuses.
     """
     before = read_documents(path)
     after = deepcopy(before)
@@ -185,7 +187,20 @@ def limits_in(path: Path, chosen: Format, names: Names) -> EngineLimits | None:
             found |= zip(parts[1::2], map(human_integer, there.groups()), strict=True)
     seqs = found.get(str(_MARKS.max_num_seqs))
     tokens = found.get(str(_MARKS.max_num_batched_tokens))
-    return None if seqs is None or tokens is None else EngineLimits(seqs, tokens)
+    if seqs is not None and tokens is not None:
+        return EngineLimits(seqs, tokens)
+    named = {key for key in _LIMITS if any(_spells(key, text) for text in texts.values())}
+    if (seqs is None) is not (tokens is None) or len(named) == 1:
+        raise UsageError(
+            f"{path} sets one of the two limits alone",
+            f"set {' and '.join(_LIMITS)} there, so that it is known what is served",
+        )
+    return None
+
+
+def _spells(key: str, text: str) -> bool:
+    """Whether a text names a limit, in either of its spellings."""
+    return key in text.replace("_", "-")
 
 
 def _texts(

@@ -13,6 +13,7 @@ from typing import Any, Final
 from ruamel.yaml.comments import CommentedSeq
 
 from tuner.emit.edits import no_place
+from tuner.emit.merge import own_remark
 from tuner.emit.recommendation import EXACT, Recommendation, dropped
 from tuner.emit.target import Names
 from tuner.emit.yaml_text import yaml_text
@@ -151,7 +152,7 @@ _TELLING: Final = ("model", MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS)
 """Keys that a configuration of vLLM has at its top, and other files do not: ours."""
 
 _OURS: Final = "# tuned "
-"""How our remark at the end of a line begins, so that the next edit replaces it."""
+"""How our remark at the end of a line begins; its date follows, see `merge.own_remark`."""
 
 
 def edit(documents: list[Any], rec: Recommendation, _: Names) -> list[str]:
@@ -238,7 +239,7 @@ def _remark(root: dict[str, Any], rec: Recommendation) -> None:
         root.yaml_add_eol_comment(f"{_OURS}{text}", key)  # type: ignore[attr-defined]
     elif token.value.startswith("\n"):
         token.value = f"{_OURS}{text}{token.value}"
-    elif token.value.lstrip().startswith(_OURS):
+    elif own_remark(token.value):
         old, newline, rest = token.value.partition("\n")
         blanks = old[: len(old) - len(old.lstrip())]
         token.value = f"{blanks}{_OURS}{text}{newline}{rest}"

@@ -14,7 +14,7 @@ from tuner.report.run_files import RunFiles
 from tuner.report.words import NOTHING, counted, metric_name, score, sentence
 from tuner.run.knobs.records import KnobAdvice
 from tuner.search.ladder import same_schedule
-from tuner.search.objective import Tier
+from tuner.search.objective import RATE_TIE_RATIO, Tier
 from tuner.search.trials import TIE_RATIO, Observation, leader, ranked
 
 SAME = "="
@@ -76,9 +76,13 @@ def _sentences(run: RunFiles, observations: list[Observation]) -> tuple[str, ...
     ]
     if best is not None:
         metric, value = best.score.metric, score(best.score.metric, best.score.value)
+        chosen = f"of those within {TIE_RATIO:.0%} of each other the smallest"
+        if best.score.tier is Tier.NOT_SUSTAINED:
+            chosen = f"of those within {RATE_TIE_RATIO:.0%} of the best the one with the "
+            chosen += "shortest tail, as none sustains the load"
         sentences.append(
-            f"the best is {best.limits} with {metric_name(metric)} {value} (of those within "
-            f"{TIE_RATIO:.0%} of each other the smallest); the stronger the colour, the better"
+            f"the best is {best.limits} with {metric_name(metric)} {value} ({chosen}); the "
+            "stronger the colour, the better by that"
         )
     sentences.append(
         f"{SAME} is a pair that makes the same batches as one with smaller limits, because a "

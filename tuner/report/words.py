@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 
 from tuner.engine.limits import EngineLimits
-from tuner.search.objective import is_rate
+from tuner.search.objective import WORST_SLACK, is_rate
 
 NOTHING = "\N{EN DASH}"
 _MINUS = "\N{MINUS SIGN}"
@@ -35,6 +35,8 @@ def metric_name(metric: str) -> str:
     """
     if metric in _RATES:
         return _RATES[metric]
+    if metric == WORST_SLACK:
+        return "the share of its tightest SLO that is used"
     name, _, statistic = metric.rpartition("_")
     return f"{_NAMES[name]} {statistic}" if name in _NAMES else metric
 

@@ -159,6 +159,20 @@ def test_a_hook_that_fails_runs_again_before_anything_else(tmp_path: Path) -> No
         assert world.watcher.store.state.counts.changes == 1
 
 
+def test_a_hook_does_not_run_again_over_what_somebody_has_written_since(tmp_path: Path) -> None:
+    with a_world(tmp_path) as world:
+        world.hook.exit_codes = [3, 0]
+        world.lasts(pays())
+        own = world.path.read_text().replace("max-num-seqs: 8", "max-num-seqs: 16")
+        assert own != world.path.read_text()
+        world.path.write_text(own)
+        world.rounds(UNCHANGED)
+        assert [event for event, _ in world.hook.seen] == ["change"]
+        assert world.path.read_text() == own
+        assert world.watcher.store.state.counts.changes == 0
+        assert world.watcher.current.max_num_seqs == 16
+
+
 def test_a_full_disk_leaves_the_old_file_whole(tmp_path: Path) -> None:
     served = SERVED + "".join(f"# {'x' * 90}\n" for _ in range(100))
     (tmp_path / "best.yaml").write_text(served)

@@ -182,6 +182,9 @@ def test_what_a_manifest_says_is_in_use_and_one_without_a_place_is_refused_at_on
             world.rounds(UNCHANGED)
         seen = [EngineLimits(32, 2000), EngineLimits(16, 2000), FOUR]
         assert world.script.checked_at == seen
+        manifest.write_text("services:\n" + service.format("chat", 16, ""))
+        with pytest.raises(UsageError, match="sets one of the two limits alone"):
+            _ = world.watcher.current
         two = service.format("chat", 16, budget) + service.format("code", 8, budget)
         manifest.write_text("services:\n" + two)
         with pytest.raises(UsageError, match="2 services that run vLLM among chat, code"):

@@ -215,6 +215,8 @@ class Rollout:
             return
         if record.stage is Stage.DECIDED:
             self._resume(record)
+        elif record.stage is Stage.WRITTEN and not self.publisher.holds(record.new_text):
+            self._drop(record)
         elif record.stage is Stage.WRITTEN:
             self._hand(record)
         else:

@@ -32,7 +32,7 @@ from tuner.run.predict import Predictions, capacity_per_s, predict, predict_more
 from tuner.run.time_plan import RacePlan, cold_cost_s
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.judging import TIE_LOSS, is_sure
-from tuner.search.objective import Objective, Score, Tier, moved
+from tuner.search.objective import WORST_SLACK, Objective, Score, Tier, moved
 from tuner.search.posterior import Draws
 from tuner.search.race import CONFIDENCE, Odds
 from tuner.search.space import SearchSpace
@@ -368,6 +368,8 @@ def confirm_knobs(runner: TrialRunner, plan: RacePlan, advice: KnobAdvice) -> Kn
     context = runner.context
     cost_s = cold_cost_s(runner, plan, [advice.before])
     ratios: list[float] = []
+    keeps_more: list[bool] = []
+    by = Tier.BREAKS_SLO if advice.metric == WORST_SLACK else Tier.GOOD
     with context.stopwatch.stage("knobs"):
         for number in range(STARTS):
             if context.left_s < 2 * cost_s:
@@ -385,14 +387,17 @@ def confirm_knobs(runner: TrialRunner, plan: RacePlan, advice: KnobAdvice) -> Kn
                     standing=Standing.REFUTED,
                     cause=f"started cold it {str(ours.tier)[2:]}",
                 )
-            ratios.append(_ratio(ours, theirs) or math.nan)
-    known = [ratio for ratio in ratios if math.isfinite(ratio)]
-    if not known:
+            ratios.append(ours.over(theirs, by) or math.nan)
+            keeps_more.append(ours.tier < theirs.tier)
+    known = tuple(ratio for ratio in ratios if math.isfinite(ratio))
+    if not keeps_more:
         cause = "there was no time to start an engine with them"
         return replace(advice, standing=Standing.UNTRIED, cause=cause)
-    mean = math.exp(sum(map(math.log, known)) / len(known))
-    standing = Standing.CONFIRMED if mean <= 1 - TIE_LOSS else Standing.REFUTED
-    return replace(advice, standing=standing, cold=tuple(known))
+    # Who keeps what is broken without them has shown it, whatever that costs.
+    mean = math.exp(sum(map(math.log, known)) / len(known)) if known else math.inf
+    is_shown = all(keeps_more) or mean <= 1 - TIE_LOSS
+    standing = Standing.CONFIRMED if is_shown else Standing.REFUTED
+    return replace(advice, standing=standing, cold=known)
 
 
 def _started(

@@ -109,6 +109,8 @@ class KnobAdvice:
 
     @property
     def _cold_text(self) -> str:
+        if not self.cold:
+            return "engines started cold have nothing to compare without them"
         shown = ", ".join(f"{moved(self.metric, ratio - 1):+.1%}" for ratio in self.cold)
         return f"engines started cold showed {shown} in {self.metric}, n {len(self.cold)}"
 
