@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from tuner.engine.compat.core import read_batch
+from tuner.engine.compat.core import BatchReader
 
 
 def a_request(name: str, prompt: int, before: int, known: int | None = None) -> Any:
@@ -17,7 +17,7 @@ def a_request(name: str, prompt: int, before: int, known: int | None = None) -> 
     )
 
 
-def a_batch(*new: Any) -> Any:
+def a_batch(*new: Any, preempted: tuple[str, ...] = (), finished: tuple[str, ...] = ()) -> Any:
     return SimpleNamespace(
         num_scheduled_tokens={request.req_id: 10 for request in new},
         scheduled_new_reqs=list(new),
@@ -25,17 +25,31 @@ def a_batch(*new: Any) -> Any:
             req_ids=[], num_computed_tokens=[], num_output_tokens=[]
         ),
         scheduled_spec_decode_tokens={},
-        preempted_req_ids=None,
+        preempted_req_ids=set(preempted),
+        finished_req_ids=set(finished),
     )
 
 
 def test_a_hit_is_what_a_new_request_finds_and_not_what_a_preempted_one_does() -> None:
-    """The V2 runner is told of both alike, but for the answer that one has by then."""
-    first = read_batch(a_batch(a_request("a", 100, 64, known=100), a_request("b", 100, 0, 100)))
-    again = read_batch(a_batch(a_request("a", 100, 64, known=117)))
-    older = read_batch(a_batch(a_request("a", 100, 64)))
+    """The V2 runner is told of both alike, and its list of tokens has grown when it is read."""
+    batches = BatchReader()
+    first = batches.read(a_batch(a_request("a", 100, 64, 101), a_request("b", 100, 0, 101)))
+    batches.read(a_batch(preempted=("a",)))
+    again = batches.read(a_batch(a_request("a", 100, 64, known=100)))
+    batches.read(a_batch(finished=("a",)))
+    anew = batches.read(a_batch(a_request("a", 100, 64)))
     assert first is not None
     assert again is not None
-    assert older is not None
-    assert (first.cached_tokens, again.cached_tokens, older.cached_tokens) == (64, 0, 64)
+    assert anew is not None
+    assert (first.cached_tokens, again.cached_tokens, anew.cached_tokens) == (64, 0, 64)
     assert (first.prefill_tokens, again.prefill_tokens) == (20, 10)
+
+
+def test_who_was_preempted_while_it_answered_decodes_again_with_one_token() -> None:
+    batches = BatchReader()
+    batches.read(a_batch(preempted=("a",)))
+    batch = a_batch(a_request("a", 100, 104, known=105))
+    batch.num_scheduled_tokens["a"] = 1
+    found = batches.read(batch)
+    assert found is not None
+    assert (found.decode_seqs, found.prefill_seqs, found.decode_context_tokens) == (1, 0, 105)

@@ -22,13 +22,14 @@ from tuner.errors import EngineError, UsageError
 from tuner.replay.metrics import Measurement
 from tuner.replay.plan import ReplayPlan
 from tuner.run.context import Workload
+from tuner.run.knobs import advice as advice_module
 from tuner.run.knobs.advice import advise, confirm_knobs
 from tuner.run.knobs.known import KNOBS, Change, Place, check_has, knob_named, short_first
 from tuner.run.knobs.records import MIN_GAIN, KnobAdvice, Standing
 from tuner.run.predict import Predictions, predict_more
 from tuner.run.result import read_result
 from tuner.search.budget import Aim
-from tuner.search.objective import Objective
+from tuner.search.objective import WORST_SLACK, Objective, Score, Tier
 from tuner.search.space import SearchSpace
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import Profile, write_profile
@@ -328,6 +329,25 @@ def confirmed(folder: Path, left_s: float = 600.0, **source: Any) -> KnobAdvice:
         made.context.stopwatch.begin()
         made.context.stopwatch.total_s = left_s
         return confirm_knobs(made.runner, made.plan(LIMITS), FOUND)
+
+
+def test_knobs_that_keep_an_slo_need_not_be_faster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are judged by what they were found for, and told by that."""
+    kept = Score(Tier.GOOD, 2.04, "e2e_p95", ((WORST_SLACK, 0.4),), 0.4)
+    broken = Score(Tier.BREAKS_SLO, 1.6, WORST_SLACK, (("e2e_p95", 2.0),), 1.6)
+    found = replace(FOUND, metric=WORST_SLACK)
+    monkeypatch.setattr(advice_module, "_started", lambda *args: args[-1])
+    monkeypatch.setattr(
+        advice_module, "scored", lambda _, settings: kept if settings else broken
+    )
+    with a_run(tmp_path, steady(120, per_s=4.0), SPACE, ToySource()) as made:
+        made.context.stopwatch.begin()
+        made.context.stopwatch.total_s = 600.0
+        advice = confirm_knobs(made.runner, made.plan(LIMITS), found)
+    assert advice.standing is Standing.CONFIRMED
+    assert advice.cold == pytest.approx((0.25, 0.25))
 
 
 @pytest.mark.slow

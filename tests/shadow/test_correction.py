@@ -88,6 +88,14 @@ def test_what_the_prefix_cache_held_is_attended_to_and_not_computed() -> None:
     assert by_anchor(profile, told, limits)[1].ratio == pytest.approx(1.0, abs=0.03)
 
 
+def test_variants_are_corrected_with_what_they_are_compared_with() -> None:
+    profile = a_profile()
+    profile = replace(profile, variants={"other": profile})
+    now, _ = by_anchor(profile, Anchor(0.02, 14.0), profile.current_limits)
+    assert now.step_model != profile.step_model
+    assert now.variants["other"].step_model == now.step_model
+
+
 def at_own_limits(profile: Profile, anchor: Anchor) -> tuple[Profile, Anchored]:
     """Return what a point corrects that was measured at the profile's own limits."""
     return by_anchor(profile, anchor, profile.current_limits)

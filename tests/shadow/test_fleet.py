@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from support.schedule_cases import Case, random_case
+from support.traffic import a_trace
 from tuner.engine.limits import EngineLimits
 from tuner.errors import EngineError, UsageError
 from tuner.replay.loop import ReplayLog
@@ -16,10 +17,10 @@ from tuner.replay.timeline import Timelines
 from tuner.shadow.fleet import Autoscaler, Fleet, FleetLog, simulate_fleet
 from tuner.shadow.prepared import PreparedTrace
 from tuner.shadow.simulated import SimulatedEngine
-from tuner.shadow.simulator import simulate
+from tuner.shadow.simulator import simulate, tiny_replay
 from tuner.shadow.step_model import StepModel
 from tuner.traffic.reshape import CACHED_SHARE, MAX_BUSIER, Router
-from tuner.traffic.traces import Trace
+from tuner.traffic.traces import Trace, Turns
 
 COLUMNS = ("due_s", "sent_s", "first_s", "last_s", "output_tokens", "outcome")
 
@@ -214,3 +215,34 @@ def test_what_no_router_can_deal_out_is_refused() -> None:
         Fleet(65, Router.PREFIX)
     with pytest.raises(UsageError, match="1 to 2 replicas"):
         Fleet(2, plan=((0.0, 3),))
+
+
+@pytest.mark.parametrize("has_a_newcomer", [False, True])
+def test_a_fleet_is_looked_at_until_its_last_session_is_done(*, has_a_newcomer: bool) -> None:
+    """One long session, and one request: whoever is wanted no more is off, newcomer or none."""
+    n = 40
+    due_s = [0.0, 1.0, *(10.0 * k for k in range(1, n)), *([395.0] if has_a_newcomer else [])]
+    after = np.full(len(due_s), -1)
+    after[2 : n + 1] = [0, *range(2, n)]
+    trace = replace(
+        a_trace(due_s, prompt=32, output=10),
+        turns=Turns(after, np.where(after >= 0, 10.0, 0.0)),
+    )
+    engine, *_ = tiny_replay()
+    limits, plan = EngineLimits(8, 512), ReplayPlan()
+    shape = replace(engine.shape, max_model_len=4096, block_size=16, asynchronous=False)
+    simulated = SimulatedEngine(shape, 1000, StepModel.linear(0.01, 0.0, 0.0), limits)
+    planned = Fleet(2, Router.ROUND_ROBIN, plan=[(0.0, 2), (20.0, 1)], start_s=1.0)
+    scaler = Autoscaler(target=1.0, at_first=2, hold_s=30.0)
+    scaled = Fleet(2, Router.ROUND_ROBIN, autoscaler=scaler, start_s=1.0)
+    for fleet, on_s in ((planned, 21.0), (scaled, 45.0)):
+        log = simulate_fleet(simulated, PreparedTrace(trace, plan), limits, plan, fleet)
+        assert log.on_s[1] == pytest.approx(on_s, abs=1.0)
+        assert log.on_s[0] > 390
+
+
+def test_a_fleet_keeps_no_steps() -> None:
+    case = open_case(0)
+    plan = replace(case.plan, keep_steps=True)
+    with pytest.raises(UsageError, match="keeps no steps"):
+        fleet_of(replace(case, plan=plan), Fleet(2, Router.ROUND_ROBIN))

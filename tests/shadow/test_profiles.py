@@ -21,8 +21,10 @@ from support.profile_parts import (
     profiles,
     written,
 )
+from support.run_parts import a_profile
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
+from tuner.shadow.calibration import Calibration
 from tuner.shadow.profiles import (
     SCHEMA,
     KvStart,
@@ -246,3 +248,20 @@ def test_a_bare_name_stands_for_a_profile_that_comes_with_the_package() -> None:
     assert (named.shape.model, named.shape.device) == ("Qwen/Qwen3-32B", "NVIDIA H200")
     with pytest.raises(UsageError, match=r"qwen3-32b\.2xh100_sxm"):
         read_profile(Path("qwen3-32b.1xh100_sxm"))
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "profiles" / "gpu").glob("*.yaml")), ids=lambda path: path.stem
+)
+def test_a_ready_profile_is_emitted_for_as_many_gpus_as_it_is_of(path: Path) -> None:
+    profile = read_profile(path)
+    assert profile.shape.devices == profile.serve_values.get("tensor-parallel-size", 1)
+
+
+def test_the_newest_start_at_the_same_limits_counts() -> None:
+    """An estimate, or what an engine had with less memory, goes once one was started."""
+    profile = a_profile()
+    at = EngineLimits(16, 2048)
+    calibration = Calibration(profile.shape, (KvStart(at, 900),), (), at, {})
+    again = calibration.and_start(at, 1200).and_start(EngineLimits(32, 2048), 1100)
+    assert again.starts == (KvStart(at, 1200), KvStart(EngineLimits(32, 2048), 1100))

@@ -9,6 +9,7 @@ import pytest
 
 from support.served_parts import CALM, LIMITS, PROFILE, STEPS, recorded, replaying
 from tuner.errors import ShadowError, TooFewSamplesError
+from tuner.shadow.correction import WRONG_RATIO
 from tuner.shadow.served import by_recording
 
 
@@ -87,3 +88,14 @@ def test_times_that_no_step_model_explains_are_told() -> None:
     instant = replace(trace, ttft_s=np.full(len(trace), 1e-4), e2e_s=np.full(len(trace), 2e-4))
     with pytest.raises(ShadowError, match="still does not come up"):
         by_recording(PROFILE, instant, LIMITS, replaying(trace))
+
+
+def test_a_derived_profile_is_no_nearer_by_a_recording_than_by_a_point() -> None:
+    """A constant for each step stands for no level that is off, at other limits."""
+    derived = replace(PROFILE, origin="derived, not measured", metric_error_ratio=0.2)
+    near, far = (recorded(CALM.trace(), STEPS.scaled(times)) for times in (1.2, 3.0))
+    now, _ = by_recording(derived, near, LIMITS, replaying(near))
+    assert now.metric_error_ratio == WRONG_RATIO
+    assert now.moved_ratio == pytest.approx(1.2, rel=0.1)
+    with pytest.raises(ShadowError, match="recorded tokens take"):
+        by_recording(derived, far, LIMITS, replaying(far))

@@ -22,6 +22,7 @@ from support.same_replay import (
 from support.schedule_cases import Case, random_case
 from support.shadow_parts import a_shape, simulated
 from support.traffic import a_trace, kept, warm_session
+from tuner.engine.compat.scheduler import SchedulerCore
 from tuner.engine.limits import EngineLimits
 from tuner.errors import EngineError, ReplayError, ShadowError, TraceError, TunerError
 from tuner.gate import GateLimits
@@ -82,6 +83,28 @@ def test_random_replays_are_those_of_vllms_scheduler() -> None:
     assert sum(log.cut_reason is not None for log in done) > 2
     assert sum(log.timelines.count(Outcome.TURNED_AWAY) > 0 for log in done) > 5
     assert sum(log.timelines.count(Outcome.TRUNCATED) > 0 for log in done) > 5
+
+
+@pytest.mark.engine
+def test_preempted_requests_are_told_alike_whichever_runner_is_to_compute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The V2 runner is told of one that is resumed as of a new one."""
+    made = SchedulerCore.__init__
+
+    def for_v2(core: Any, *args: Any) -> None:
+        made(core, *args)
+        core.scheduler.use_v2_model_runner = True
+
+    monkeypatch.setattr(SchedulerCore, "__init__", for_v2)
+    seen = 0
+    for seed in range(300):
+        case = random_case(seed)
+        simulated = simulated_case(case)
+        if isinstance(simulated, ReplayLog) and simulated.steps.preempted:
+            assert_same_result(simulated, referenced_case(case))
+            seen += 1
+    assert seen > 10
 
 
 @pytest.mark.engine

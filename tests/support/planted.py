@@ -533,7 +533,7 @@ def _spread(contexts: Sequence[int]) -> float:
 def _batch_of(plan: _Plan) -> tuple[Batch, int]:
     """Put a plan into the protocol's words, and return the longest context of its decodes.
 
-    Source: read_batch in tuner/engine/compat/core.py.
+    Source: BatchReader in tuner/engine/compat/core.py.
     """
     prefill = prefill_seqs = pairs = 0
     contexts = []

@@ -55,6 +55,11 @@ class SseServer:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
 
+    @staticmethod
+    def answer(tokens: int) -> list[int]:
+        """Return the tokens that so long an answer has."""
+        return [900 + n for n in range(tokens)]
+
     def _run(self) -> None:
         self._loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self._loop)
@@ -97,7 +102,10 @@ class SseServer:
                 await asyncio.sleep(60)
             if n:
                 await asyncio.sleep(self.gap_s)
-            event = {"choices": [{"text": "x"}], "usage": {"completion_tokens": n + 1}}
+            choice: dict[str, Any] = {"text": "x"}
+            if body.get("return_token_ids"):
+                choice["token_ids"] = self.answer(n + 1)[-1:]
+            event = {"choices": [choice], "usage": {"completion_tokens": n + 1}}
             await answer.write(b"data: " + json.dumps(event).encode() + b"\n\n")
             if body["prompt"][0] == self.cuts_on:
                 break

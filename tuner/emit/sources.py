@@ -91,7 +91,7 @@ def read_emitted(path: Path) -> Recommendation:
             f"got {got}",
             _NAME_A_SOURCE,
         )
-    start = _limits_in(values)
+    start = _limits_in({key: values[key] for key in (MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS)})
     # A file of the exact form: its caps are what was tuned, its limits what was started.
     given = zip(
         LIVE_LIMIT_KEYS, (start.max_num_seqs, start.max_num_batched_tokens), strict=True

@@ -44,6 +44,7 @@ class LiveEngine:
         self._between = DeviceTime(core.is_computing)
         self._prepared: dict[int, Any] = {}
         self._progress = ProgressGuard()
+        self._batches = compat_core.BatchReader()
 
     @property
     def info(self) -> EngineInfo:
@@ -110,7 +111,7 @@ class LiveEngine:
         between_s = self._between.stop()
         turn = core.turn()
         self._between.start(turn.ended_s, is_on_its_way=turn.is_on_its_way)
-        step = compat_core.step_of(turn, between_s)
+        step = compat_core.step_of(turn, between_s, self._batches)
         self._progress.check(step)
         return step
 

@@ -312,13 +312,21 @@ def shown_argument(argument: str) -> str:
 def limits(values: Mapping[str, object]) -> tuple[int | None, int | None]:
     """Return the two limits that the values set: max_num_seqs and max_num_batched_tokens.
 
+    What caps an engine below those that it starts with goes before them.
+
     Raises: UsageError if one is no whole number of at least 1.
 
     >>> limits({"max-num-seqs": 64, "max-num-batched-tokens": "8K"})
     (64, 8192)
+    >>> limits({"max-num-seqs": 64, "max-num-active-seqs": 4})
+    (4, None)
     """
     spelled = {hyphenated(key): value for key, value in values.items()}
-    return _limit(spelled, MAX_NUM_SEQS), _limit(spelled, MAX_NUM_BATCHED_TOKENS)
+    seqs, tokens = (_limit(spelled, key) for key in LIVE_LIMIT_KEYS)
+    return (
+        seqs or _limit(spelled, MAX_NUM_SEQS),
+        tokens or _limit(spelled, MAX_NUM_BATCHED_TOKENS),
+    )
 
 
 def _load(path: Path) -> object:

@@ -157,6 +157,10 @@ def _check(prepared: PreparedTrace, plan: ReplayPlan, fleet: Fleet) -> None:
             "a router deals out requests as they arrive, the first included",
             "leave out --load-model closed, static batches, a lead-in and a gate",
         )
+    if plan.keep_steps:
+        raise UsageError(
+            "a fleet keeps no steps", "replay one replica's share: tune trace thin"
+        )
     if fleet.router is Router.PREFIX and prepared.trace.hashes is None:
         raise UsageError(
             f"{prepared.trace.source} has no hash ids, which the prefix router goes by",

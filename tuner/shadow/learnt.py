@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -120,7 +121,8 @@ def learn_profile(
     Raises: ShadowError where nothing can be predicted of such an engine; TooFewSamplesError.
     """
     kinds = _of_one_engine(recorded)
-    shape, current = kinds[-1]
+    shape, started = kinds[-1]
+    current = _served(shape, started)
     calibration = Calibration(shape, (), (), current, serve_values)
     left_out: Counter[str] = Counter()
     parts: list[StepColumns] = []
@@ -175,6 +177,18 @@ def _too_quiet(
         f"{known} of {total} recorded steps teach how long a step takes, and "
         f"{MIN_STEPS} are wanted{f' ({why})' if why else ''}",
         f"record for longer, over a stretch in which several requests run at once{more}",
+    )
+
+
+def _served(shape: EngineShape, started: EngineLimits) -> EngineLimits:
+    """Return the limits that an engine serves with, which may be below those of its start."""
+    seqs, tokens = (
+        shape.scheduler.get(name) or math.inf
+        for name in ("max_num_active_seqs", "max_num_scheduled_tokens")
+    )
+    return EngineLimits(
+        int(min(started.max_num_seqs, float(seqs))),
+        int(min(started.max_num_batched_tokens, float(tokens))),
     )
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
 from tuner.engine.compat import serve
-from tuner.engine.compat.core import read_batch
+from tuner.engine.compat.core import BatchReader
 from tuner.engine.compat.scheduler import SchedulerCore
 from tuner.engine.guards import ProgressGuard, check_busy, check_idle, check_new_limits
 from tuner.engine.limits import EngineLimits
@@ -71,6 +71,7 @@ class ReferenceEngine:
         self._core.set_limits(ceiling.max_num_seqs, ceiling.max_num_batched_tokens)
         self._sent: deque[_Sent] = deque()
         self._progress = ProgressGuard()
+        self._batches = BatchReader()
         self._arrived = 0
         self._now_s = 0.0
         self._info = EngineInfo.of_shadow(shape, ceiling, num_blocks)
@@ -144,7 +145,7 @@ class ReferenceEngine:
         began_s = self._now_s
         if core.has_requests():
             scheduled = core.schedule()
-            batch = read_batch(scheduled)
+            batch = self._batches.read(scheduled)
             sent = self._launched(scheduled, batch)
             self._sent.append(sent)
             self._now_s += sent.step.launch_s

@@ -301,6 +301,15 @@ def _bring_all(many, common, fleet, until_s):
     return True
 
 
+@_inner
+def _has_work(many, replicas):
+    """Whether a replica has requests, or any that wait for an answer of theirs."""
+    left = 0
+    for i in range(replicas):
+        left += many.g[i, s.IN_FLIGHT] + many.g[i, s.READY]
+    return left > 0
+
+
 @compiled
 def deal_out(many, common, fleet, turns):
     """Deal out so many requests, or what is left and wait for all answers; True while more is.
@@ -314,7 +323,9 @@ def deal_out(many, common, fleet, turns):
         if ints[CALLED] < ints[CALLS]:
             row = fleet.calls[ints[CALLED]]
             due_s = common.instants[row, s.DUE]
-        if row >= 0 and floats[LOOK] <= due_s:
+        # Whoever is on once all have begun is looked at until the last of them is done.
+        goes_on = row >= 0 or _has_work(many, ints[REPLICAS])
+        if goes_on and floats[LOOK] <= due_s and floats[LOOK] < math.inf:
             if not _bring_all(many, common, fleet, floats[LOOK]):
                 return False
             _look(many, common, fleet, floats[LOOK])

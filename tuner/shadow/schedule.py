@@ -1057,7 +1057,7 @@ def _schedule(g, x, w, sl, f, r, q, tr, kv):
         g[BACKED_UP] = g[WAITING] > 0
     _let_end(g, w, sl, g[STEP])
     is_empty = w[batch + B_DECODES] == 0 and w[batch + B_PREFILL] == 0
-    # As engine.compat.core.read_batch: a turn without a batch tells of nothing.
+    # as engine.compat.core.BatchReader: a turn without a batch tells of nothing.
     w[batch + B_PREEMPTED] = 0 if is_empty else preempted
     w[batch + B_RUNNING], w[batch + B_WAITING] = g[RUNNING], g[WAITING]
     w[batch + B_USED] = g[ALL_BLOCKS] - g[FREE]

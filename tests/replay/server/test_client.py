@@ -32,7 +32,7 @@ from tuner.replay.server.process import answers
 from tuner.replay.server.scrape import Scraper, read_gauges
 from tuner.replay.slo import Slo
 from tuner.replay.timeline import Outcome
-from tuner.traffic.prompts import TokenPrompt
+from tuner.traffic.prompts import PromptSource, TokenPrompt
 from tuner.traffic.traces import LoadModel, Trace, Turns
 
 TRACE = ROOT / "traces" / "chat.jsonl"
@@ -41,7 +41,9 @@ TRACE = ROOT / "traces" / "chat.jsonl"
 def prompts(trace: Trace) -> Any:
     """Prompts that begin with their row's number."""
     return SimpleNamespace(
-        prompt=lambda row: TokenPrompt([row] * int(trace.prompt_tokens[row]))
+        prompt=lambda row: TokenPrompt([row] * int(trace.prompt_tokens[row])),
+        begin=lambda **_: None,
+        answered=lambda *_: None,
     )
 
 
@@ -85,6 +87,19 @@ def test_a_next_turn_waits_for_the_answer_over_http_too() -> None:
     with SseServer() as server:
         line = replayed(server, trace).timelines
     assert line.due_s[1] == pytest.approx(line.last_s[0] + 0.1, abs=0.02)
+
+
+def test_a_next_turn_holds_the_answer_before_it() -> None:
+    """As in the engine that predicts beside it, or the server would find less in its cache."""
+    turns = Turns(np.array([-1, 0]), np.array([0.0, 0.0]))
+    trace = replace(a_trace([0, 0.01], prompt=[40, 60], output=8), turns=turns)
+    with SseServer() as server:
+        endpoint = Endpoint(server.url, "toy")
+        source = PromptSource(trace, 1000, 0)
+        replay_http(endpoint, trace, source, ReplayPlan(), lambda: None)
+        first, second = server.asked
+        answer = server.answer(8)
+    assert second["prompt"][:48] == [*first["prompt"], *answer]
 
 
 def test_a_closed_loop_keeps_its_number_in_flight() -> None:

@@ -11,9 +11,9 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from tuner.engine.compat import graphs
 from tuner.engine.compat.serve import (
@@ -397,55 +397,84 @@ def limit_names(scheduler: Any) -> tuple[str | None, str | None]:
     return cap, budget
 
 
-def read_batch(scheduler_output: Any) -> Batch | None:
-    """Return what a scheduled batch computes; None for a turn that only tidies up.
+class BatchReader:
+    """Reads what scheduled batches compute, each once and in their order.
 
-    A request decodes when it has answered before and one step's tokens are scheduled; all
-    else is prefill, recomputation after a preemption too.
+    It knows who was preempted before: the V2 runner is told of them as of new requests, by a
+    list of tokens that grows on as answers come.
 
-    Source: vllm/v1/core/sched/output.py, SchedulerOutput.
+    Source: vllm/v1/core/sched/scheduler.py, schedule; output.py, SchedulerOutput.
     """
+
+    def __init__(self) -> None:
+        self._preempted: set[str] = set()
+
+    def read(self, scheduler_output: Any) -> Batch | None:
+        """Return what a batch computes; None for a turn that only tidies up.
+
+        A request decodes when it has answered before and one step's tokens are scheduled; all
+        else is prefill, recomputation after a preemption too.
+        """
+        self._preempted -= set(getattr(scheduler_output, "finished_req_ids", None) or ())
+        resumed = frozenset(self._preempted)
+        preempted = scheduler_output.preempted_req_ids or ()
+        self._preempted |= set(preempted)
+        if not scheduler_output.num_scheduled_tokens:
+            return None
+        rows = list(_rows(scheduler_output, resumed))
+        decodes = [row for row in rows if row.is_decode]
+        prefills = [row for row in rows if not row.is_decode]
+        contexts = [row.before + row.tokens for row in decodes]
+        context, squares = sum(contexts), sum(at * at for at in contexts)
+        return Batch(
+            decode_seqs=len(decodes),
+            prefill_tokens=sum(row.tokens for row in prefills),
+            prefill_seqs=len(prefills),
+            decode_context_tokens=context,
+            prefill_context_tokens=sum(row.attended for row in prefills),
+            preempted=len(preempted),
+            cached_tokens=sum(row.found for row in rows),
+            decode_spread_tokens=spread_tokens(len(decodes), context, squares),
+        )
+
+
+class _Row(NamedTuple):
+    """A request in a batch: the tokens scheduled of it, those before, those found cached."""
+
+    tokens: int
+    before: int
+    is_decode: bool
+    found: int = 0
+
+    @property
+    def attended(self) -> int:
+        """To how many tokens those that are computed attend, all together."""
+        return self.tokens * self.before + self.tokens * (self.tokens + 1) // 2
+
+
+def _rows(scheduler_output: Any, resumed: Collection[str]) -> Iterator[_Row]:
+    """Yield the requests of a batch; of who was resumed nothing that it finds is a hit."""
     scheduled: Mapping[str, int] = scheduler_output.num_scheduled_tokens
-    if not scheduled:
-        return None
-    decodes = prefill = prefill_seqs = decode_context = prefill_context = cached = 0
-    squares = 0
-    for new in scheduler_output.scheduled_new_reqs:
-        tokens, before = scheduled[new.req_id], new.num_computed_tokens
-        prefill += tokens
-        prefill_seqs += 1
-        prefill_context += tokens * before + tokens * (tokens + 1) // 2
-        # The V2 runner is told of a preempted request as of a new one, its answer included:
-        # what it finds of itself is no hit.
-        known = getattr(new, "prefill_token_ids", None) or ()
-        if len(known) <= len(new.prompt_token_ids or ()):
-            cached += before
-    old = scheduler_output.scheduled_cached_reqs
     drafts = scheduler_output.scheduled_spec_decode_tokens
-    rows = zip(old.req_ids, old.num_computed_tokens, old.num_output_tokens, strict=True)
-    for req_id, before, answered in rows:
-        tokens = scheduled.get(req_id, 0)
-        if answered > 0 and tokens <= 1 + len(drafts.get(req_id, ())):
-            decodes += 1
-            decode_context += before + tokens
-            squares += (before + tokens) ** 2
+
+    def row(name: str, before: int, answered: int, found: int = 0) -> _Row:
+        tokens = scheduled.get(name, 0)
+        decodes = answered > 0 and tokens <= 1 + len(drafts.get(name, ()))
+        return _Row(tokens, before, decodes, found)
+
+    for new in scheduler_output.scheduled_new_reqs:
+        name, before = new.req_id, new.num_computed_tokens
+        if name in resumed:
+            known = getattr(new, "prefill_token_ids", None) or ()
+            yield row(name, before, len(known) - len(new.prompt_token_ids or ()))
         else:
-            prefill += tokens
-            prefill_seqs += 1
-            prefill_context += tokens * before + tokens * (tokens + 1) // 2
-    return Batch(
-        decode_seqs=decodes,
-        prefill_tokens=prefill,
-        prefill_seqs=prefill_seqs,
-        decode_context_tokens=decode_context,
-        prefill_context_tokens=prefill_context,
-        preempted=len(scheduler_output.preempted_req_ids or ()),
-        cached_tokens=cached,
-        decode_spread_tokens=spread_tokens(decodes, decode_context, squares),
-    )
+            yield row(name, before, 0, before)
+    old = scheduler_output.scheduled_cached_reqs
+    for each in zip(old.req_ids, old.num_computed_tokens, old.num_output_tokens, strict=True):
+        yield row(*each)
 
 
-def step_of(turn: Turn, between_s: float) -> Step:
+def step_of(turn: Turn, between_s: float, batches: BatchReader) -> Step:
     """Return one turn of the core as a step of the protocol, `between_s` before it included.
 
     A turn that completed nothing and left a batch on its way has launched it.
@@ -456,7 +485,7 @@ def step_of(turn: Turn, between_s: float) -> Step:
     return Step(
         took_s,
         turn.emitted(),
-        read_batch(done.scheduled),
+        batches.read(done.scheduled),
         done.running,
         done.waiting,
         done.usage,

@@ -228,4 +228,5 @@ def _own_scheduler(scheduler_config: Any) -> str:
 def _is_full_attention(spec: Any) -> bool:
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    return isinstance(spec, FullAttentionSpec)
+    # One that keeps a window of the answer frees blocks as full attention does not.
+    return isinstance(spec, FullAttentionSpec) and not hasattr(spec, "rswa_window")

@@ -19,7 +19,7 @@ import numpy as np
 from aiohttp.http_exceptions import HttpProcessingError
 
 from tuner.errors import EngineError
-from tuner.replay.arrivals import Arrivals, arrivals_of
+from tuner.replay.arrivals import Arrivals, CausalArrivals, arrivals_of
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.timeline import Outcome, TimelineRecorder, Timelines
 from tuner.stats import Ints
@@ -37,9 +37,14 @@ class _Usage(msgspec.Struct, frozen=True):
     completion_tokens: int = 0
 
 
+class _Choice(msgspec.Struct, frozen=True):
+    token_ids: list[int] | None = None
+
+
 class _Event(msgspec.Struct, frozen=True):
     """What is read of a server-sent event. Source: vLLM, CompletionStreamResponse."""
 
+    choices: list[_Choice] = []
     usage: _Usage | None = None
     error: Any = None
 
@@ -116,6 +121,10 @@ class _Client:
         self._arrivals: Arrivals = arrivals_of(
             trace, plan.load_model, plan.concurrency, plan.sessions, plan.batches
         )
+        # A next turn's prompt holds the answer before it, and is made once that has ended.
+        self._turns = trace.turns if isinstance(self._arrivals, CausalArrivals) else None
+        prompts.begin(turns_wait=self._turns is not None)
+        self._bodies: dict[int, bytes] = {}
         # As a server answers; what is too long is no failure of it, see `HttpRun`.
         most = endpoint.max_model_len
         self._too_long = (
@@ -137,12 +146,15 @@ class _Client:
         connector = aiohttp.TCPConnector(limit=0)
         timeout = aiohttp.ClientTimeout(total=self._plan.timeout_s, sock_connect=_CONNECT_S)
         # Bodies are made before the clock starts: encoding a long prompt takes milliseconds.
-        bodies = [self._body(row) for row in range(len(self._trace))]
+        first = range(len(self._trace))
+        if self._turns is not None:
+            first = np.flatnonzero(self._turns.after < 0).tolist()
+        self._bodies = {row: self._body(row) for row in first}
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
             self._began_s = time.monotonic()
             watch = asyncio.create_task(self._watch())
             try:
-                await self._send_all(session, bodies, watch)
+                await self._send_all(session, watch)
             finally:
                 watch.cancel()
                 for task in self._tasks:
@@ -160,10 +172,7 @@ class _Client:
         )
 
     async def _send_all(
-        self,
-        session: aiohttp.ClientSession,
-        bodies: list[bytes],
-        watch: asyncio.Task[None],
+        self, session: aiohttp.ClientSession, watch: asyncio.Task[None]
     ) -> None:
         while True:
             if watch.done():
@@ -179,7 +188,8 @@ class _Client:
             row, due_s = self._arrivals.pop(self._now_s())
             self._record.due(row, due_s)
             self._sent += 1
-            task = asyncio.create_task(self._request(session, row, due_s, bodies[row]))
+            body = self._bodies.pop(row)
+            task = asyncio.create_task(self._request(session, row, due_s, body))
             self._tasks.add(task)
             task.add_done_callback(self._over)
 
@@ -230,6 +240,9 @@ class _Client:
             self._record.ended(row, outcome)
             self._ended += 1
             self._arrivals.ended(row, self._now_s())
+            if self._turns is not None:
+                for turn in np.flatnonzero(self._turns.after == row).tolist():
+                    self._bodies[turn] = self._body(turn)
 
     def _unanswered(self, row: int, *, refused: bool) -> Outcome:
         """Return whether a request exceeds the server's max_model_len, so that none failed."""
@@ -263,6 +276,8 @@ class _Client:
             if event.error is not None:
                 self._failed(row, f"in the stream: {str(event.error)[:200]}")
                 return Outcome.ABORTED
+            for choice in event.choices:
+                self._prompts.answered(row, choice.token_ids or ())
             total = known if event.usage is None else event.usage.completion_tokens
             if total > known:
                 self._record.tokens(row, total - known, at_s)
@@ -288,6 +303,8 @@ class _Client:
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }
+        if self._turns is not None:
+            content["return_token_ids"] = True
         if priority := self._prompts.prompt(row).priority:
             content["priority"] = priority
         return json.dumps(content).encode()
