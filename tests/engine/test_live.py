@@ -86,6 +86,7 @@ def an_engine(clock: Clock, planted: PlantedCore) -> live.LiveEngine:
     engine._core = driven
     engine._between = live.DeviceTime(driven.is_computing, clock.perf_counter)
     engine._progress = ProgressGuard()
+    engine._batches = core.BatchReader()
     return engine
 
 

@@ -17,6 +17,7 @@ from tuner.report.run_files import read_run
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, ConsoleMessage, Page, Request
 
+pytestmark = pytest.mark.slow
 CHROMIUM = Path("/usr/bin/chromium")
 NARROW = {"width": 390, "height": 800}
 
