@@ -45,7 +45,11 @@ class PlantedCore:
         done_s = self._free_s
         future = SimpleNamespace(done_s=done_s, done=lambda: self._clock.now_s >= done_s)
         self.batch_queue.appendleft((future,))
-        self.sent.append(core._Sent(SimpleNamespace(num_scheduled_tokens={}), 1, 0, 0.0))
+        self.sent.append(
+            core._Sent(
+                SimpleNamespace(num_scheduled_tokens={}, preempted_req_ids=None), 1, 0, 0.0
+            )
+        )
 
     def step_fn(self) -> tuple[dict[int, Any], bool]:
         """Launch a batch and wait for the one before, as vLLM does."""
