@@ -7,6 +7,7 @@ are exported by the package itself: `tuner.tune`, `tuner.read_trace` and so on.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tuner.drift.baseline import read_baseline
@@ -25,7 +26,12 @@ from tuner.replay.loop import ReplayLog
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import EngineProcess
 from tuner.report.page import REPORT_FILE, report_of
-from tuner.run.inputs import configured_engine, engine_of_profile, fit_lengths
+from tuner.run.inputs import (
+    ReplaySettings,
+    configured_engine,
+    engine_of_profile,
+    fit_lengths,
+)
 from tuner.run.listener import Listener
 from tuner.run.options import TuningOptions
 from tuner.run.result import RunResult
@@ -81,7 +87,7 @@ def replay_trace(
         does not fit here; EngineError when the engine fails; ReplayError when the replay itself
         is void.
     """
-    wanted = plan or ReplayPlan()
+    wanted = plan or ReplaySettings().plan(trace)
     if isinstance(engine, Profile):
         return _predicted(engine, trace, limits, wanted, seed)
     source, values = _source_of(engine)
@@ -122,10 +128,10 @@ def tune(
 ) -> RunResult:
     """Find the limits that suit a trace best, as the command `tune` does, and return them.
 
-    Everything that leads to the result is kept in the run directory (`result.run_dir`) as it is
-    made: trials, profile, result and page; a run that Ctrl-C or an error has ended can be
-    resumed there. `listener` is told of each step. `source` starts engines of another kind than
-    the installed vLLM.
+    Everything that leads to the result is kept in the run directory as it is made: trials,
+    profile, result and page; a run that Ctrl-C or an error has ended can be resumed there. Name
+    it in the options, or learn it by `listener.result_written`. `listener` is told of each
+    step. `source` starts engines of another kind than the installed vLLM.
 
     The engine runs in a process of its own, which imports the calling script anew: guard the
     call with `if __name__ == "__main__":`.
@@ -151,7 +157,8 @@ def render_config(
     """Return the recommendation of a run as the file that a deployment takes.
 
     `format` is one of those of `tune emit`. A result holds no secrets: a configuration that
-    has some is named again with `config`. `run_dir` is named in the file as its evidence.
+    has some is named again with `config`. `run_dir` is named in the file as its evidence, if
+    it is given.
 
     Raises: UsageError if the format is unknown or cannot hold this, nothing met the SLOs, or
         its server would answer without the api-key that the configuration has.
@@ -164,8 +171,12 @@ def render_config(
     values: Mapping[str, object] = result.serve_values
     if config is not None:
         values = config if isinstance(config, Mapping) else read_config(Path(config)).values
-    folder = Path() if run_dir is None else Path(run_dir)
-    return emit(chosen, recommendation_of(result, values, folder))
+    rec = recommendation_of(result, values, Path(run_dir or ""))
+    if run_dir is None:
+        facts = {name: fact for name, fact in rec.facts.items() if name != "run-id"}
+        told = (line for line in rec.comments if not line.startswith("evidence: "))
+        rec = replace(rec, facts=facts, comments=tuple(told))
+    return emit(chosen, rec)
 
 
 def check_drift(

@@ -77,7 +77,10 @@ def drift_features(
     features.extend(_length_features("prompt_tokens", baseline, now))
     features.extend(_length_features("output_tokens", baseline, now))
     features.append(_ratio("in_flight_mean", baseline, now, _mean_level))
-    features.append(_ratio("in_flight_p95", baseline, now, partial(_level, q=0.95)))
+    if _is_smeared(baseline, now):
+        missing.append("in_flight_p95: arrivals of one of the two are spread within scrapes")
+    else:
+        features.append(_ratio("in_flight_p95", baseline, now, partial(_level, q=0.95)))
     if not baseline.is_closed:
         reuse = _reuse_feature(baseline, now)
         if isinstance(reuse, DriftFeature):
@@ -104,7 +107,8 @@ def _rate(sketch: TrafficSketch, weights: Floats) -> Floats:
 def _burst_features(baseline: TrafficSketch, now: TrafficSketch) -> Iterator[DriftFeature]:
     """Yield burstiness at the finest scale that shows it, and at one sixteen times as long."""
     both = (baseline, now)
-    drawn_s = max(sketch.resolution_s for sketch in both)
+    # Spreading takes a third of what one scrape shows, and a sixth of what two do.
+    drawn_s = max(sketch.resolution_s for sketch in both) * (1 + _is_smeared(*both))
     usable = [
         scale_s
         for scale_s in sorted(baseline.bursts.keys() & now.bursts.keys())
@@ -119,6 +123,12 @@ def _burst_features(baseline: TrafficSketch, now: TrafficSketch) -> Iterator[Dri
             for sketch in both
         ]
         yield DriftFeature(f"burstiness_{scale_s:g}s", Unit.RATIO, MIN_BURST_RATIO, *statistics)
+
+
+def _is_smeared(baseline: TrafficSketch, now: TrafficSketch) -> bool:
+    """Whether the arrivals of one alone were drawn from counters, evenly within a scrape."""
+    is_one_drawn = bool(baseline.sampled_from) != bool(now.sampled_from)
+    return is_one_drawn and not baseline.is_closed
 
 
 def _per_slot(sketch: TrafficSketch, scale_s: float) -> float:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
-from tuner.drift.watch.guard import Guard, GuardVerdict
+from tuner.drift.watch.guard import SETTLE_RATIO, Guard, GuardVerdict
 from tuner.drift.watch.policy import changed, rolled_back
 from tuner.drift.watch.publish import Publisher, Text
 from tuner.drift.watch.state import RolloutRecord, Stage, StateDir, WatchState
@@ -328,10 +328,13 @@ class Rollout:
             self._end_guard(f"gave up without a verdict on {record.new}: {judged.why}")
         else:
             self.notify(f"guard: {message}; it looks again")
-            if judged.restarted_s is not None:
-                anew = tuple(sorted({*record.restarted, *judged.anew}))
-                later = replace(record, handed_s=judged.restarted_s, restarted=anew)
-                self.store.save(replace(self.store.state, handover=later))
+            begin_s = judged.restarted_s
+            if begin_s is None:
+                # What was looked at stays as it was: the next window begins now.
+                begin_s = now_s - SETTLE_RATIO * self.guard.lasting_s
+            anew = tuple(sorted({*record.restarted, *judged.anew}))
+            later = replace(record, handed_s=begin_s, restarted=anew)
+            self.store.save(replace(self.store.state, handover=later))
 
     def _end_guard(self, message: str) -> None:
         """Let a change stand."""

@@ -136,8 +136,11 @@ def live_between(
     is_known = _known(buckets, span)
     end = max(1, round(LAST_SHARE * span.points))
     born_s = {_engine(series): series.values for series in made}
+    # A counter's rise runs across scrapes that failed.
+    known = np.flatnonzero(is_known)
+    shown = int(known[-1] - known[0]) if known.size else 0
     return Live(
-        lasting_s=float(max(int(is_known.sum()) - 1, 1) * span.step_s),
+        lasting_s=float(max(shown, 1) * span.step_s),
         bounds_s=bounds_s,
         counts=counts,
         covered_ratio=float((is_known | _known(looked, span)).mean()),
