@@ -15,11 +15,16 @@ import msgspec
 import pytest
 from optuna.trial import TrialState
 
-from support.run_parts import a_record
+from support.run_parts import a_profile, a_record
 from support.toy import ToySource
 from support.toy_tune import command, lines_of, wait_for, worker_on, write_trace
 from tuner.errors import TraceError, UsageError
+from tuner.redact import redacted
 from tuner.run.journal import Journal
+from tuner.run.options import TuningOptions
+from tuner.run.start import prepare
+from tuner.run.stored import StoredOptions
+from tuner.shadow.profiles import write_profile
 
 TOY: dict[str, Any] = {"noise_ratio": 0.3, "current": [16, 2048], "pause_s": 4.0}
 """Replays that differ by noise, and each takes a while, so that workers have time to join."""
@@ -143,3 +148,20 @@ def test_a_worker_refuses_to_measure_on_another_kind_of_machine(tmp_path: Path) 
     )
     with pytest.raises(UsageError, match="begun with device another toy, here is toy"):
         worker_on(ToySource(), ["--storage", url, "--run", str(tmp_path)])
+
+
+def test_a_worker_needs_neither_prices_nor_secrets_of_the_run(tmp_path: Path) -> None:
+    """Its engine serves nobody, and it compares no variants."""
+    trace = write_trace(tmp_path / "t.jsonl", n=50)
+    (tmp_path / "model").mkdir()
+    served = redacted({"model": str(tmp_path / "model"), "api-key": "sk-123"})
+    write_profile(tmp_path / "profile.yaml", a_profile(serve_values=served))
+    options = TuningOptions(
+        trace=str(trace),
+        profile=str(tmp_path / "profile.yaml"),
+        engine_args={"api-key": "sk-123"},
+        variants={"fp8": {"quantization": "fp8"}},
+        gpu_hour_price=2.5,
+    )
+    kept = StoredOptions.of(options).without_secrets().restored(tmp_path, {})
+    assert prepare(kept, serves=False).engine.values["model"] == served["model"]

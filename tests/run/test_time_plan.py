@@ -17,6 +17,7 @@ from support.traffic import replay_toy, steady
 from tuner.engine.limits import EngineLimits
 from tuner.replay.metrics import measure
 from tuner.replay.plan import ReplayPlan
+from tuner.replay.slo import Slo
 from tuner.run.options import TuningOptions
 from tuner.run.start import aim_of
 from tuner.run.time_plan import MIN_ROUNDS, RacePlan, cold_cost_s, fitting, plan_race, reserve_s
@@ -129,6 +130,26 @@ def test_a_race_that_does_not_fit_is_cut_to_a_stretch_that_does(run: ToyRun) -> 
     assert shorter.lives == (window.length_s, current)
     context.stopwatch.total_s = 0.0
     assert plan_race(context, predictor, context.aim, [BEST, CURRENT], wanted, math.inf) is None
+
+
+def test_a_race_holds_as_many_requests_as_its_slos_need_or_none_is_run(tmp_path: Path) -> None:
+    """A p99 needs a hundred; without the time for them the prediction stands."""
+    predictor, trace = ToyPredictor(a_profile()), steady(400, per_s=14.0, prompt=110, output=35)
+    slos = (Slo.parse("e2e_p99=60s"),)
+    seen = []
+    with a_run(tmp_path, trace, a_space(CURRENT), ToySource(), slos) as run:
+        context, wanted = run.context, (whole(trace),)
+        args = (context, predictor, context.aim, [BEST, CURRENT], wanted, 0.0)
+        all_of_it = plan_race(*args)
+        assert all_of_it is not None
+        took_s = sum(m.busy_s for m in all_of_it.predicted.values())
+        for share in (3.0, 2.0, 1.5, 1.0, 0.5, 0.1):
+            context.stopwatch.total_s += share * took_s - context.left_s
+            plan = plan_race(*args)
+            seen.append(0 if plan is None else plan.workload.requests)
+    assert all(count == 0 or count >= 100 for count in seen)
+    assert seen[-1] == 0 < seen[0]
+    assert any(100 <= count < 400 for count in seen)
 
 
 def test_what_comes_before_a_window_is_replayed_for_as_long_as_a_request_lives(

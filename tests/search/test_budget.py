@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -112,6 +114,16 @@ def test_the_windows_fit_the_time_unless_too_few_requests_would_be_left(
         w.lead_in_s == pytest.approx(min(w.start_s, w.length_s / LIFETIMES)) for w in windows
     )
     assert sum(w.of(trace).measured for w in windows) > 0
+
+
+@given(cost=st.floats(0.001, 2), remaining_s=st.floats(30, 7200), least=st.integers(40, 200))
+def test_windows_hold_as_many_requests_as_are_asked_for(
+    cost: float, remaining_s: float, least: int
+) -> None:
+    trace = steady(2000, per_s=0.5)
+    with suppress(UsageError):
+        windows = choose_windows(trace, cost, remaining_s, least=least)
+        assert sum(w.of(trace).measured for w in windows) >= least
 
 
 def test_a_window_that_does_not_fit_gives_way_to_its_busiest_stretch() -> None:

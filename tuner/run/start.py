@@ -76,10 +76,17 @@ class PreparedRun:
         return self.options.budget_s * self.budget_share
 
 
-def prepare(options: TuningOptions) -> PreparedRun:
-    """Check everything that can be checked without an engine. Raises: TunerError."""
+def prepare(options: TuningOptions, *, serves: bool = True) -> PreparedRun:
+    """Check everything that can be checked without an engine.
+
+    Where nobody `serves` with what comes of it, as a worker, no secret of the configuration is
+    needed.
+
+    Raises: TunerError.
+    """
     profile = _profile(options)
-    engine = _started_from(options, _engine(options, profile), profile)
+    engine = _engine(options, profile, serves=serves)
+    engine = _started_from(options, engine, profile)
     traffic = traffic_of(
         read_traffic(options),
         options.load,
@@ -129,7 +136,7 @@ def _profile(options: TuningOptions) -> Profile | None:
     return read_profile(Path(named))
 
 
-def _engine(options: TuningOptions, profile: Profile | None) -> EngineChoice:
+def _engine(options: TuningOptions, profile: Profile | None, *, serves: bool) -> EngineChoice:
     """Return what is to be measured, the profile's own engine where none is named."""
     given = (options.config, options.model, options.engine_args)
     if profile is None:
@@ -145,7 +152,7 @@ def _engine(options: TuningOptions, profile: Profile | None) -> EngineChoice:
     there = {hyphenated(key) for key in options.engine_args}
     hidden = [key for key, value in profile.serve_values.items() if REDACTED in str(value)]
     missing = [key for key in hidden if options.config is None and hyphenated(key) not in there]
-    if missing:
+    if missing and serves:
         raise UsageError(
             f"the profile keeps no secrets, so these are missing: {', '.join(missing)}",
             "give them again with --engine-arg, or the whole configuration with --config",

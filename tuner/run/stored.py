@@ -129,6 +129,7 @@ class StoredOptions(msgspec.Struct, frozen=True, kw_only=True):
             self,
             engine_args=_shown(self.engine_args),
             variants={},
+            gpu_hour_price=None,
             config=_shown(config) if isinstance(config, dict) else config,
             storage=None,
         )

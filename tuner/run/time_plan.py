@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tuner.engine.limits import EngineLimits
-from tuner.errors import Caveat, EngineError, UsageError
+from tuner.errors import Caveat, EngineError, TooFewSamplesError, UsageError
 from tuner.replay.arrivals import ClockKind
 from tuner.replay.load import share_done
 from tuner.replay.loop import ReplayLog
@@ -199,12 +199,13 @@ def search_windows(runner: TrialRunner) -> tuple[Window, ...]:
     if context.aim.window is not None:
         return (context.aim.window,)
     rate, replays = fly_pilot(runner), SEARCH_REPLAYS + RACE_REPLAYS
+    least = context.aim.least_requests
     try:
-        return choose_windows(trace, rate, context.left_s, replays)
+        return choose_windows(trace, rate, context.left_s, replays, least)
     except UsageError as short:
         context.listener.note(f"{short.message}: little can be said in this time; {short.hint}")
         context.caveats.add(Caveat.BUDGET_SPENT)
-        return (least_window(trace),)
+        return (least_window(trace, least),)
 
 
 def race_windows(context: RunContext, rate: float) -> tuple[Window, ...]:
@@ -213,7 +214,8 @@ def race_windows(context: RunContext, rate: float) -> tuple[Window, ...]:
     `rate` is what a second of it costs, by a pilot.
     """
     try:
-        return choose_windows(context.trace, rate, context.left_s, LIVE_REPLAYS)
+        least = context.aim.least_requests
+        return choose_windows(context.trace, rate, context.left_s, LIVE_REPLAYS, least)
     except UsageError:
         # By the pilot nothing fits; predictions know better, and what does not is shortened.
         return (busiest(context.trace, context.trace.duration_s),)
@@ -232,19 +234,23 @@ def plan_race(
     Of what comes before them as much is replayed as a request lives, `life_s`.
 
     None where it holds two rounds of the first of the settings and the current one on none: a
-    window with too few requests tells nothing.
+    window with too few requests tells nothing, of an SLO at least.
 
-    Raises: ShadowError, TooFewSamplesError, UsageError.
+    Raises: ShadowError, UsageError.
     """
     pair = list(dict.fromkeys([settings[0], context.space.current]))
     windows = wanted
     while True:
         windows = tuple(window.led_in_by(life_s) for window in windows)
-        workload = Workload.of(WINDOW, context.trace, windows, aim)
+        try:
+            workload = Workload.of(WINDOW, context.trace, windows, aim)
+        except TooFewSamplesError:
+            return None
         plan = race_on(context, predictor, pair, workload)
         if _holds_rounds(plan, pair):
             break
-        shorter = shorter_window(context.trace, windows, SHORTER_RATIO)
+        least = aim.least_requests
+        shorter = shorter_window(context.trace, windows, SHORTER_RATIO, least)
         if shorter is None:
             return None
         windows = (shorter,)

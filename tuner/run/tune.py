@@ -124,10 +124,13 @@ class _Run:
         context = self._context
         if self._session.decision is not None:
             return self._session.decision
-        best = leader([t.observation for t in decisive(context.journal.records())])
+        records = context.journal.records()
+        best = leader([t.observation for t in decisive(records)])
         limits = best.limits if best else context.space.current
         kind = RaceVerdict.KEEP if limits == context.space.current else RaceVerdict.CHANGE
-        return RaceDecision(kind, limits, limits, (), None, 0, UNFINISHED)
+        is_predicted = not any(trial.phase.is_on_windows for trial in records)
+        parts = (kind, limits, limits, (), None, 0, UNFINISHED)
+        return RaceDecision(*parts, is_predicted=is_predicted)
 
     def _interrupted(self) -> None:
         if not self._context.journal.observations():

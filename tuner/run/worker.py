@@ -46,7 +46,7 @@ def work(
     record = read_record(folder)
     given = {"trace": tuple(files)} if files else {}
     options = record.options.without_secrets().restored(folder, given)
-    prepared = prepare(options)
+    prepared = prepare(options, serves=False)
     if prepared.traffic.trace.sha256 != record.trace_sha256:
         raise TraceError(
             f"{prepared.traffic.trace.source} is not the trace that the run was begun with",

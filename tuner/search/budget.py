@@ -69,25 +69,26 @@ def choose_windows(
     wall_per_trace_s: float,
     remaining_s: float,
     replays: int = SEARCH_REPLAYS + RACE_REPLAYS,
+    least: int = MIN_REQUESTS,
 ) -> tuple[Window, ...]:
     """Return the windows to replay so that the whole run fits into the remaining time.
 
     All of the trace if it fits; else its busiest and a typical stretch, both begun warm; only
     the busiest when halves would be too short to mean anything. `wall_per_trace_s` is how much
     real time a second of the trace costs at the current configuration, `replays` how many there
-    will be.
+    will be, and `least` how many requests they hold at least.
 
     Raises: UsageError if not even a handful of the shortest useful replays would fit.
     """
     replay_s = 0.85 * remaining_s / replays
     length_s = replay_s / max(wall_per_trace_s, 1e-6)
-    enough_s = MIN_REQUESTS / len(trace) * trace.duration_s if len(trace) else 0.0
+    enough_s = least / len(trace) * trace.duration_s if len(trace) else 0.0
     length_s = max(length_s, enough_s)
     min_s = MIN_REPLAYS * wall_per_trace_s * min(length_s, trace.duration_s)
     if min_s > remaining_s:
         raise UsageError(
             f"the budget leaves {max(remaining_s, 0.0):.0f} s, but {MIN_REPLAYS} replays of "
-            f"{MIN_REQUESTS} requests take about {min_s:.0f} s on this engine",
+            f"{least} requests take about {min_s:.0f} s on this engine",
             "give --budget more, lower --load, or shorten requests with max-model-len and "
             "--too-long clip",
         )
@@ -96,14 +97,15 @@ def choose_windows(
     length_s = max(length_s / (1 + 1 / LIFETIMES), enough_s)
     if length_s >= 2 * MIN_HALF_S:
         busy, usual = busiest(trace, length_s / 2), typical(trace, length_s / 2)
-        if not busy.overlaps(usual):
+        held = sum(window.of(trace).measured for window in (busy, usual))
+        if not busy.overlaps(usual) and held >= least:
             return warmed(busy), warmed(usual)
     return (warmed(busiest(trace, length_s)),)
 
 
-def least_window(trace: Trace) -> Window:
-    """Return the busiest stretch with about as few requests as show anything."""
-    return busiest(trace, trace.duration_s * MIN_REQUESTS / len(trace))
+def least_window(trace: Trace, least: int = MIN_REQUESTS) -> Window:
+    """Return the busiest stretch with about as few requests as show anything, or so many."""
+    return busiest(trace, trace.duration_s * least / len(trace))
 
 
 def warmed(window: Window) -> Window:
@@ -124,10 +126,12 @@ def asked_window(choice: WindowChoice | None, trace: Trace, plan: ReplayPlan) ->
     return warmed(choice.resolve(trace)).led_in_by(plan.most_lead_in_s)
 
 
-def shorter_window(trace: Trace, windows: tuple[Window, ...], ratio: float) -> Window | None:
+def shorter_window(
+    trace: Trace, windows: tuple[Window, ...], ratio: float, least: int = MIN_REQUESTS
+) -> Window | None:
     """Return the busiest stretch of the first window of so much of its length, begun warm.
 
-    None where it would hold too few requests to show anything.
+    None where it would hold too few requests to show anything, or fewer than so many.
     """
     window = windows[0].with_lead_in(0.0)
     inside = window.of(trace)
@@ -136,7 +140,7 @@ def shorter_window(trace: Trace, windows: tuple[Window, ...], ratio: float) -> W
     busy = busiest(inside, ratio * min(window.length_s, inside.duration_s))
     start_s = window.start_s + busy.start_s
     shorter = Window(start_s, min(start_s + busy.length_s, window.end_s))
-    return warmed(shorter) if len(shorter.of(trace)) >= MIN_REQUESTS else None
+    return warmed(shorter) if len(shorter.of(trace)) >= least else None
 
 
 def outlook(
@@ -206,6 +210,12 @@ class Aim:
     plan: ReplayPlan
     window: Window | None
     confidence: float = CONFIDENCE
+
+    @property
+    def least_requests(self) -> int:
+        """How many requests a window holds at least: what shows anything, and each SLO."""
+        bound = (slo for slo in self.slos if slo.metric not in ("itl_s", "decode_step_s"))
+        return max(MIN_REQUESTS, *(slo.needed_samples for slo in bound), 0)
 
     def __post_init__(self) -> None:
         """Refuse a contradiction."""

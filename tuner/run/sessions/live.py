@@ -306,7 +306,7 @@ class Session:
             found.add(Caveat.AT_SPACE_EDGE)
         if engine.restarts_per_config:
             found.add(Caveat.RESTARTED_PER_CONFIG)
-        if self.search.chosen != (whole(context.trace),):
+        if self.findings().windows != (whole(context.trace),):
             found.add(Caveat.WINDOWED)
         odds = decision.odds
         bears_all = odds is not None and (odds.p_sustained or 0.0) >= LIKELY

@@ -92,7 +92,9 @@ def _that_can_be_asked(
     held_s = PROBE_S * ASKED_SHARE * max(context.left_s, 0.0) / (settings * took_s)
     if held_s >= trace.duration_s:
         return workload
-    part = busiest(trace, max(held_s, PROBE_S / 10))
+    part, least = busiest(trace, max(held_s, PROBE_S / 10)), context.aim.least_requests
+    while part.of(trace).measured < least and part.length_s < trace.duration_s:
+        part = busiest(trace, 2 * part.length_s)
     context.listener.note(
         f"of the trace {window_text((part,), trace)} is predicted, as the time holds it"
     )

@@ -136,11 +136,8 @@ def live_between(
     is_known = _known(buckets, span)
     end = max(1, round(LAST_SHARE * span.points))
     born_s = {_engine(series): series.values for series in made}
-    # A counter's rise runs across scrapes that failed.
-    known = np.flatnonzero(is_known)
-    shown = int(known[-1] - known[0]) if known.size else 0
     return Live(
-        lasting_s=float(max(shown, 1) * span.step_s),
+        lasting_s=float(max(_steps_over(is_known), 1) * span.step_s),
         bounds_s=bounds_s,
         counts=counts,
         covered_ratio=float((is_known | _known(looked, span)).mean()),
@@ -150,6 +147,12 @@ def live_between(
         waiting=mean_level(queued),
         anew=_anew(buckets, span, born_s),
     )
+
+
+def _steps_over(is_known: Bools) -> int:
+    """Return over how many steps counters rose: across scrapes that failed as well."""
+    known = np.flatnonzero(is_known)
+    return int(known[-1] - known[0]) if known.size else 0
 
 
 def _mean_e2e(found: Sequence[Series], span: Span) -> Estimate | None:
