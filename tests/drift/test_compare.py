@@ -156,7 +156,8 @@ def test_of_sampled_traffic_only_what_the_counters_knew_is_compared() -> None:
     assert not any(name.startswith("burstiness_1s") for name in compared)
     # Middle and tail of lengths are shares above a bound that vLLM's histograms have.
     assert {"prompt_tokens_above_500", "output_tokens_above_100"} <= compared
-    assert any(text.startswith("prefix_reuse") for text in found.not_compared)
+    for name in ("prefix_reuse", "in_flight_p95"):
+        assert any(text.startswith(name) for text in found.not_compared)
     assert found.relevant == ()
 
 

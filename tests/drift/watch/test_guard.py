@@ -360,6 +360,28 @@ def test_the_queue_of_a_late_restart_is_not_held_against_the_new_one(tmp_path: P
         assert "does as well as predicted" in world.words
 
 
+def test_who_looks_again_looks_at_what_came_since(tmp_path: Path) -> None:
+    """The first half hour was too quiet to tell; in the next it is twenty times as slow."""
+    asked: list[tuple[float, float]] = []
+
+    def sample(start_s: float, end_s: float, settings: Sequence[EngineLimits]) -> GuardSample:
+        if EIGHT not in settings:
+            return GuardSample(served(FAST), dict.fromkeys(settings, FAST))
+        asked.append((start_s, end_s))
+        quiet = len(asked) == 1
+        live = served(FAST, 20.0, MIN_REQUESTS - 50) if quiet else served(FAST, 20.0)
+        return GuardSample(live, dict.fromkeys(settings, FAST))
+
+    with a_world(tmp_path, guard=lambda: Guard(LASTING_S, sample, WRONG_RATIO)) as world:
+        handed_over(world)
+        world.rounds(*[UNCHANGED] * 8)
+        first, second = asked
+        assert second[0] >= first[1]
+        assert "requests finished, 200 are needed; it looks again" in world.words
+        assert "rolling back to 4/2048" in world.words
+        assert world.watcher.current == FOUR
+
+
 Lives = Mapping[str, Sequence[tuple[float, float]]]
 """When each engine was up, in minutes since the change."""
 
