@@ -267,10 +267,11 @@ Source: `comments` of tuner.emit.comments.
 def facts_of_run(result: RunResult, advice: Advice, folder: Path) -> dict[str, str]:
     """Return the provenance of a run by name; what nobody knows is left out."""
     made, engine = result.provenance, result.provenance.engine
+    is_foretold = advice.is_predicted and result.method != "calibrated"
     facts = {
         "run-id": folder.resolve().name,
         "tuned-at": made.made_at,
-        "method": "shadow" if advice.is_predicted else result.method,
+        "method": "shadow" if is_foretold else result.method,
         "trace": made.trace.source,
         "trace-sha256": made.trace.sha256,
         "vllm-version": engine and engine.vllm_version,

@@ -108,10 +108,12 @@ class Calibrator:
             has_own_graphs=started.info.has_own_graphs,
         )
         ceiling, blocks = started.info.ceiling, started.info.num_blocks
-        for start in stored.kv_starts if stored is not None else ():
-            if stored is not None and start.limits != ceiling:
-                # Estimates keep what they say of limits, at the level that an engine has shown.
-                level = blocks / stored.num_blocks_at(ceiling) if stored.origin else 1.0
+        if stored is None:
+            return cls(calibration)
+        # Estimates keep what they say of limits, at the level that an engine has shown.
+        level = blocks / stored.num_blocks_at(ceiling) if stored.origin else 1.0
+        for start in stored.kv_starts:
+            if start.limits != ceiling:
                 shown = max(1, round(level * start.num_blocks))
                 calibration = calibration.and_start(start.limits, shown)
         return cls(calibration)

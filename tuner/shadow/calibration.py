@@ -142,12 +142,7 @@ class Calibration:
         Raises: TooFewSamplesError with no step.
         """
         times = self.times_of(profile)
-        variants = {
-            name: replace(one, step_model=one.step_model.scaled(times))
-            for name, one in profile.variants.items()
-        }
-        model = profile.step_model.scaled(times)
-        return replace(profile, step_model=model, variants=variants)
+        return profile.with_steps(lambda model: model.scaled(times))
 
     def times_of(self, profile: Profile) -> float:
         """Return how many times as long the steps took as the profile says of them.

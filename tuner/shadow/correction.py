@@ -77,14 +77,8 @@ def corrected(
     Those of its variants change alike, as they are compared with it. `ratio` is how many times
     as long every step takes now.
     """
-    variants = {
-        name: replace(one, step_model=change(one.step_model))
-        for name, one in profile.variants.items()
-    }
     return replace(
-        profile,
-        step_model=change(profile.step_model),
-        variants=variants,
+        profile.with_steps(change),
         uncertainty=uncertainty,
         metric_error_ratio=wrong_ratio,
         made_at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -122,9 +116,10 @@ class Anchor:
             raise UsageError(
                 f"an anchor has a time above 0 and at least one running request, got {self}"
             )
-        if self.context_tokens < 1:
+        if self.context_tokens < max(1, self.prompt_tokens):
             raise UsageError(
-                f"an anchor has a context of at least 1 token, got {self.context_tokens}"
+                "an anchor has a context of at least 1 token, and of its prompt, got "
+                f"{self.context_tokens}"
             )
         if bool(self.prompt_tokens) is not bool(self.output_tokens):
             raise UsageError("an anchor has the lengths of prompt and output, or neither")

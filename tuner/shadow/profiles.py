@@ -11,7 +11,7 @@ import difflib
 import math
 import re
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -138,6 +138,11 @@ class Profile:
         width = len(TERMS) + self.step_model.factors.table.size
         if self.uncertainty is not None and self.uncertainty.width != width:
             raise ValueError(f"uncertainty.width must be {width} for the step model's factors")
+
+    def with_steps(self, change: Callable[[StepModel], StepModel]) -> Profile:
+        """Return the profile with changed step times; its variants', compared with it, too."""
+        variants = {name: one.with_steps(change) for name, one in self.variants.items()}
+        return replace(self, step_model=change(self.step_model), variants=variants)
 
     @property
     def is_corrected(self) -> bool:
