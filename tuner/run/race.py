@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from typing import Protocol
 
 import numpy as np
@@ -201,14 +202,16 @@ def race(
     """
     context, current = runner.context, runner.context.space.current
     reserved_s, rounds = reserve_s(runner, evidence.plan), 0
-    usual_s = 0.0
+    late = 1.0
     with context.stopwatch.stage("race"):
         draws = evidence.draws(FEW_DRAWS)
         while rounds < MAX_ROUNDS and len(draws.settings) > 1:
             plan, inside = evidence.plan, evidence.inside(draws, confidence)
+            if rounds:
+                inside = who_replays(draws, inside, current, confidence, plan.replay_s)
             round_s = sum(plan.replay_s(limits) for limits in inside)
             if rounds >= evidence.min_rounds:
-                next_s = max(round_s, usual_s)
+                next_s = late * round_s
                 if not reserved_s and _is_for_the_cold(runner, plan, draws, next_s):
                     break
                 asked = (inside, current, confidence, round_s, evidence.learnt_s)
@@ -226,7 +229,7 @@ def race(
             rounds += 1
             evidence.learn()
             draws = evidence.draws(FEW_DRAWS)
-            usual_s = before_s - context.left_s
+            late = max(1.0, (before_s - context.left_s) / max(round_s, 1e-9))
             context.listener.note(_so_far(draws, current, confidence, rounds))
         if context.is_shared:
             context.journal.withdraw(Phase.RACE)
@@ -271,6 +274,30 @@ def is_settled(
     if learnt_s > 0 and saved_by_more(regret, learnt_s, round_s) >= worth:
         return False
     return draws.saved_by_a_round(inside, current, confidence) < worth
+
+
+def who_replays(
+    draws: Draws,
+    inside: Sequence[EngineLimits],
+    current: EngineLimits,
+    confidence: float,
+    cost_s: Callable[[EngineLimits], float],
+) -> list[EngineLimits]:
+    """Return of whom, two at least, another round should save the most for its time.
+
+    All that are inside where no fewer are worth more. `cost_s` is what a replay takes.
+
+    Source: as for `is_settled`.
+    """
+    fields = [f for n in range(len(inside), 1, -1) for f in combinations(inside, n)]
+    if len(fields) <= 1:
+        return list(inside)
+
+    def worth(field: Sequence[EngineLimits]) -> float:
+        saved = draws.saved_by_a_round(field, current, confidence)
+        return saved / max(sum(map(cost_s, field)), 1e-9)
+
+    return list(max(fields, key=worth))
 
 
 def _so_far(draws: Draws, current: EngineLimits, confidence: float, number: int) -> str:
