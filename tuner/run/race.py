@@ -293,11 +293,12 @@ def who_replays(
     if len(fields) <= 1:
         return list(inside)
 
-    def worth(field: Sequence[EngineLimits]) -> float:
+    def worth(field: tuple[EngineLimits, ...]) -> float:
         saved = draws.saved_by_a_round(field, current, confidence)
         return saved / max(sum(map(cost_s, field)), 1e-9)
 
-    return list(max(fields, key=worth))
+    best = max(fields, key=worth)
+    return list(best)
 
 
 def _so_far(draws: Draws, current: EngineLimits, confidence: float, number: int) -> str:
