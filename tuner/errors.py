@@ -135,6 +135,7 @@ class Caveat(StrEnum):
     STEPS_SET_ASIDE = "steps_set_aside"
     DRAFTS_ON_RANDOM_TEXT = "drafts_on_random_text"
     ACCEPTANCE_GIVEN = "acceptance_given"
+    SHORT_ANSWERS = "short_answers"
 
     @property
     def text(self) -> str:
@@ -234,6 +235,10 @@ _CAVEAT_TEXTS: dict[Caveat, str] = {
         "drafts were accepted at the rate that was given (rejection_sample_method synthetic), "
         "whatever they were: what is emitted verifies them, and is as fast only where as many "
         "of yours are accepted"
+    ),
+    Caveat.SHORT_ANSWERS: (
+        "answers are short: one that ends by a stop token has an asynchronous engine decode it "
+        "once more, in vain; replays end by length, and leave that out"
     ),
     Caveat.COLD_DIFFERS: "engines started cold showed another gain than the race did",
 }

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from support.paths import ROOT
 from support.toy import ToySource
 from support.toy_tune import write_trace
 from tuner.cli import run
@@ -56,6 +57,24 @@ def test_what_depends_on_the_text_is_doubted(
     told = replayed(capsys, "--trace", trace, source=experts)["caveats"]
     assert "experts_on_random_text" in told
     assert "experts_on_random_text" not in replayed(capsys, "--trace", trace)["caveats"]
+
+
+def test_only_short_answers_are_doubted_for_how_they_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that ends by a stop token is decoded once more where batches are scheduled ahead."""
+    told = []
+    for tokens in (4, 40):
+        rows = (
+            f'{{"arrived_at_s": {i / 9}, "input_length": 60, "output_length": {tokens}}}'
+            for i in range(60)
+        )
+        trace = tmp_path / f"{tokens}.jsonl"
+        trace.write_text("\n".join(rows))
+        profile = str(ROOT / "profiles" / "gpu" / "meta-llama-3.1-8b.1xh100_sxm.yaml")
+        shadow = ["--engine", "shadow", "--profile", profile, "--max-num-seqs", "64"]
+        told.append(replayed(capsys, "--trace", str(trace), *shadow)["caveats"])
+    assert ["short_answers" in caveats for caveats in told] == [True, False]
 
 
 def test_greedy_is_off_unless_asked_for(tmp_path: Path) -> None:

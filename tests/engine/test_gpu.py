@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from support.cuda_toy import CudaSource, FakeNvml
@@ -158,8 +159,9 @@ def test_nothing_is_known_without_the_library_or_a_driver(nvml: FakeNvml) -> Non
 
 def test_a_gpu_that_is_never_idle_runs_at_other_clocks_unless_idle_time_is_waited_out() -> None:
     facts = CudaSource(caveats=frozenset({Caveat.FULL_CLOCKS, Caveat.DEMO_MODEL})).facts({})
-    assert doubts(facts, ReplayPlan()) == facts.caveats
-    assert doubts(facts, ReplayPlan(clock=ClockKind.WALL)) == {Caveat.DEMO_MODEL}
+    answers = np.full(9, 50)
+    assert doubts(facts, ReplayPlan(), answers) == facts.caveats
+    assert doubts(facts, ReplayPlan(clock=ClockKind.WALL), answers) == {Caveat.DEMO_MODEL}
 
 
 @pytest.mark.engine

@@ -125,7 +125,7 @@ def _measured(
     host.load("trace", window.of(plan.on(trace)), options.traffic.seed)
     with ReplayDisplay() as display:
         measured = measure([host.replay("trace", limits, plan, display.progress)])
-    found = set(doubts(facts, plan))
+    found = set(doubts(facts, plan, trace.output_tokens))
     if started.others:
         found.add(Caveat.GPU_SHARED)
     asked = _asked_for(options, engine, traffic, plan, trace, window)
@@ -147,8 +147,9 @@ def _predicted(
     if remark := predictor.info(limits).remark:
         say(remark)
     measured = measure([predictor.replay(window.of(plan.on(trace)), limits, plan)])
-    asked, found = _asked_for(options, engine, traffic, plan, trace, window), facts.caveats
-    return limits, replace(measured, caveats=(*measured.caveats, *asked, *sorted(found)))
+    asked = _asked_for(options, engine, traffic, plan, trace, window)
+    found = sorted(doubts(facts, plan, trace.output_tokens))
+    return limits, replace(measured, caveats=(*measured.caveats, *asked, *found))
 
 
 def _part(options: ReplayOptions, traffic: Traffic, facts: EngineFacts) -> tuple[Trace, Window]:

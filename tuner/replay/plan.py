@@ -123,10 +123,19 @@ class ReplayPlan:
         return output_tokens if most is None else np.minimum(output_tokens, most)
 
 
-def doubts(facts: EngineFacts, plan: ReplayPlan) -> frozenset[Caveat]:
-    """Return what is doubtful of all such replays on an engine.
+# One step more than answers of so many tokens take is a twentieth of what decodes: ours.
+SHORT_ANSWER_TOKENS = 20
+
+
+def doubts(facts: EngineFacts, plan: ReplayPlan, output_tokens: Ints) -> frozenset[Caveat]:
+    """Return what is doubtful of all replays of such answers on an engine.
 
     The clocks of a GPU depend on what it is idle for, which only the wall clock waits out.
     """
-    is_real = plan.clock is ClockKind.WALL
-    return facts.caveats - {Caveat.FULL_CLOCKS} if is_real else facts.caveats
+    unfounded = set()
+    if plan.clock is ClockKind.WALL:
+        unfounded.add(Caveat.FULL_CLOCKS)
+    answered = plan.answered_tokens(output_tokens)
+    if answered.size == 0 or answered.mean() >= SHORT_ANSWER_TOKENS:
+        unfounded.add(Caveat.SHORT_ANSWERS)
+    return facts.caveats - unfounded

@@ -334,7 +334,7 @@ class Start:
 def _first_caveats(prepared: PreparedRun, aim: Aim, facts: EngineFacts) -> set[Caveat]:
     """Return what is doubtful before anything is replayed."""
     found = {Caveat.UNIFORM_TRACE, Caveat.QUANTISED_CLOCK} & prepared.traffic.caveats
-    found |= doubts(facts, aim.plan)
+    found |= doubts(facts, aim.plan, prepared.traffic.trace.output_tokens)
     if prepared.engine.is_demo and prepared.options.method is not Method.SHADOW:
         found.add(Caveat.DEMO_MODEL)
     if aim.plan.load_model is LoadModel.CLOSED:

@@ -15,7 +15,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineFacts
 from tuner.engine.serve_config import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, hyphenated
 from tuner.engine.serve_config import limits as limits_of
-from tuner.errors import ShadowError
+from tuner.errors import Caveat, ShadowError
 from tuner.redact import REDACTED, redacted
 from tuner.shadow.calibration import StatedError
 from tuner.shadow.profiles import Profile, check_fits
@@ -55,13 +55,16 @@ class ProfiledEngine:
         shape = self.profile.shape
         if not self.is_forced:
             self._check_here(values)
+        caveats = set(StatedError.of(self.profile).caveats)
+        if shape.asynchronous:
+            caveats.add(Caveat.SHORT_ANSWERS)
         return EngineFacts(
             current_limits=self.current_limits(values),
             max_model_len=shape.max_model_len,
             chunks_prefill=bool(shape.scheduler.get("enable_chunked_prefill", True)),
             vllm_version=shape.vllm_version,
             device=shape.device,
-            caveats=frozenset(StatedError.of(self.profile).caveats),
+            caveats=frozenset(caveats),
         )
 
     def _check_here(self, values: Mapping[str, object]) -> None:

@@ -272,7 +272,7 @@ def config_chunks_prefill(vllm_config: Any) -> bool:
 
 
 def config_caveats(vllm_config: Any) -> frozenset[Caveat]:
-    """Return what is doubtful of replays here: what depends on the text, and a GPU's clocks.
+    """Return what is doubtful of replays here: what depends on the text, or a GPU's clocks.
 
     Drafts that are accepted at a rate given beforehand depend on that rate, not on the text.
     """
@@ -281,6 +281,8 @@ def config_caveats(vllm_config: Any) -> frozenset[Caveat]:
         found.add(Caveat.FULL_CLOCKS)
     if _has_experts(vllm_config.model_config):
         found.add(Caveat.EXPERTS_ON_RANDOM_TEXT)
+    if getattr(vllm_config.scheduler_config, "async_scheduling", False):
+        found.add(Caveat.SHORT_ANSWERS)
     drafts = vllm_config.speculative_config
     if drafts is not None:
         is_given = getattr(drafts, "rejection_sample_method", "") == "synthetic"
