@@ -20,7 +20,7 @@ from tuner.run.context import Workload
 from tuner.run.drawing import (
     DRAWS,
     FEW_DRAWS,
-    UNEXPLAINED,
+    Unexplained,
     contend,
     decide,
     draw,
@@ -29,8 +29,7 @@ from tuner.run.drawing import (
 )
 from tuner.run.predict import Predictions, offered_per_s, predict, predict_more
 from tuner.search.budget import Aim
-from tuner.search.effects import Effects
-from tuner.search.judging import COST
+from tuner.search.judging import COST, LOAD, SLO
 from tuner.search.ladder import alike
 from tuner.search.objective import Objective
 from tuner.search.posterior import MODEL_ALONE, Draws
@@ -168,17 +167,35 @@ def test_the_same_batches_on_an_engine_with_larger_graphs_are_another_kind() -> 
 def test_what_replays_showed_beyond_the_prediction_moves_what_is_told_of_cold_engines() -> None:
     predictor, found = predicted(traffic(0, 700, 8.0))
     window, metric = found.workload, found.observations[0].score.own_metric
-    replays = [(n, at, off) for n in range(4) for at, off in ((0, 0.05), (1, 0.0))]
-    shown = Effects.of(3, [(n, 2 * at, off) for n, at, off in replays], UNEXPLAINED)
+    replays = [(at, off) for _ in range(4) for at, off in ((0, 0.05), (1, 0.0))]
+    shown = Unexplained.of(3, [(2 * at, off) for at, off in replays])
     parts = (predictor, found, window, SETTINGS, metric)
     plain, moved = predict_deployed(*parts), predict_deployed(*parts, shown.among([0, 2]))
     assert plain is not None
     assert moved is not None
-    learnt = float(shown.mean[0] - shown.mean[2])
+    learnt = float(shown.cost.mean[0] - shown.cost.mean[2])
     assert learnt == pytest.approx(0.045, abs=0.005)
     assert moved.log_window - plain.log_window == pytest.approx(learnt)
     for before, after in ((plain.here, moved.here), (plain.gain, moved.gain)):
         assert np.log(after.value / before.value) == pytest.approx(learnt, abs=0.005)
+
+
+def test_a_tail_that_is_off_tells_nothing_of_the_load_nor_of_another_metric_of_an_slo() -> None:
+    """A load that is just borne stays so; each is off by what it was seen to be."""
+    aim = Aim(Objective.BALANCED, (Slo.parse("ttft_p95=500ms"),), ReplayPlan(), None)
+    predictor, found = predicted(traffic(0, 700, 8.0), aim)
+    count, seen = len(SETTINGS), [(0, 0.2)] * 3
+    plain = draw(predictor, found, SETTINGS, 40)
+    for known, moved in (
+        (Unexplained.of(count, cost=seen), COST),
+        (Unexplained.of(count, slo=seen), SLO),
+    ):
+        drawn = draw(predictor, found, SETTINGS, 40, known)
+        np.testing.assert_array_equal(drawn.here[:, :, LOAD], plain.here[:, :, LOAD])
+        (other,) = {COST, SLO} - {moved}
+        np.testing.assert_array_equal(drawn.here[:, :, other], plain.here[:, :, other])
+        ratios = np.log(drawn.here[:, 0, moved] / plain.here[:, 0, moved])
+        assert ratios.mean() == pytest.approx(0.19, abs=0.02)
 
 
 def test_with_too_little_traffic_to_draw_from_only_the_models_error_is_drawn() -> None:

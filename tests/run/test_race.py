@@ -135,7 +135,7 @@ class OpenEvidence(LiveEvidence):
         scores = [Score(Tier.GOOD, value, "e2e_p95") for value in point]
         off = rng.normal(0.0, 0.1, (count, len(point)))
         effects = Effects(np.zeros(3), 0.1 * np.eye(3), 0.02, math.inf)
-        told = Learnable(effects, off) if self.tells else None
+        told = (Learnable(effects, off),) if self.tells else ()
         here = drawn_of(scores) * np.exp(off)[:, :, None]
         return Draws.of(self.settings(), scores, here, learnable=told)
 

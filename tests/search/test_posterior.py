@@ -334,7 +334,7 @@ def test_a_round_saves_of_what_may_be_lost_what_replays_would_tell(
     off = rng.normal(0.0, open_sd, (DRAWS, 3))
     rest = rng.normal(0.0, math.sqrt(max(0.01 - open_sd**2, 0.0)), (DRAWS, 3))
     here = drawn_of(point) * np.exp(off + rest)[:, :, None]
-    told = Learnable(Effects(np.zeros(3), open_sd * np.eye(3), noise, math.inf), off)
+    told = (Learnable(Effects(np.zeros(3), open_sd * np.eye(3), noise, math.inf), off),)
     found = Draws.of((CURRENT, OTHER, THIRD), point, here, learnable=told)
     saved = found.saved_by_a_round((OTHER, THIRD), CURRENT)
     assert saved / found.regret(CURRENT) == pytest.approx(share, abs=0.15)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
+from typing import Self
 
 import numpy as np
 
@@ -29,8 +30,9 @@ from tuner.run.predict import (
     scored,
 )
 from tuner.search.effects import Effects, Spreads
+from tuner.search.judging import COST, SLO
 from tuner.search.ladder import FINALISTS, alike
-from tuner.search.objective import Objective, Score
+from tuner.search.objective import WORST_SLACK, Objective, Score
 from tuner.search.posterior import CONTENDS, Draws, Learnable, drawn_of, wider_for
 from tuner.search.race import CONFIDENCE, Odds, RaceDecision
 from tuner.search.space import SearchSpace
@@ -70,6 +72,42 @@ OWN_SPEED = 0.007
 # 90 % of a ratio of two settings: ours, since it is the largest of several medians, and what it
 # has in common cancels. A setting has its share.
 _OWN_ERRORS = 1.645 * math.sqrt(2)
+
+
+@dataclass(frozen=True, slots=True)
+class Unexplained:
+    """What live replays show to be off beyond their own speed, in logarithms, by setting.
+
+    Of what is optimised, and of the tightest SLO, which has little to do with that: TTFT is off
+    where a tail of E2E is not. Utilisation is hardly off at all.
+    """
+
+    cost: Effects
+    slo: Effects
+
+    @classmethod
+    def of(cls, settings: int, cost: Sequence[Off] = (), slo: Sequence[Off] = ()) -> Self:
+        """Return what replays show, each the number of its setting and how far it is off."""
+        found = (
+            Effects.of(settings, [(0, setting, off) for setting, off in seen], UNEXPLAINED)
+            for seen in (cost, slo)
+        )
+        return cls(*found)
+
+    def among(self, settings: Sequence[int]) -> Self:
+        """Return what is off of some of the settings alone."""
+        return type(self)(self.cost.among(settings), self.slo.among(settings))
+
+    @property
+    def means(self) -> Floats:
+        """How many times as much as predicted it is. Shapes: [settings, 3]."""
+        logs = np.zeros((self.cost.mean.size, 3))
+        logs[:, COST], logs[:, SLO] = self.cost.mean, self.slo.mean
+        found: Floats = np.exp(logs)
+        return found
+
+
+Off = tuple[int, float]
 
 
 def decide(
@@ -169,7 +207,7 @@ def predict_deployed(
     window: Workload,
     pair: tuple[EngineLimits, EngineLimits],
     metric: str,
-    unexplained: Effects | None = None,
+    unexplained: Unexplained | None = None,
 ) -> Deployed | None:
     """Predict a metric of one setting over another's on engines started with either.
 
@@ -190,7 +228,8 @@ def predict_deployed(
     )
     log_window = ours.log_over(theirs)
     if unexplained is not None:
-        log_window += float(unexplained.mean[0] - unexplained.mean[1])
+        shown = unexplained.slo if metric == WORST_SLACK else unexplained.cost
+        log_window += float(shown.mean[0] - shown.mean[1])
     if gain is None or here is None or not math.isfinite(log_window):
         return None
     return Deployed(gain, here, log_window)
@@ -224,7 +263,7 @@ def draw(
     predictions: Predictions,
     settings: Sequence[EngineLimits],
     draws: int = DRAWS,
-    unexplained: Effects | None = None,
+    unexplained: Unexplained | None = None,
     engine: int = 0,
 ) -> Draws:
     """Return draws of settings of which everything was predicted.
@@ -330,7 +369,7 @@ class Drawing:
         self,
         settings: Sequence[EngineLimits],
         draws: int,
-        unexplained: Effects | None = None,
+        unexplained: Unexplained | None = None,
         *,
         is_here: bool = False,
     ) -> Draws:
@@ -338,31 +377,38 @@ class Drawing:
 
         Raises: ShadowError, UsageError.
         """
-        if unexplained is None:
-            unexplained = Effects.of(len(settings), (), UNEXPLAINED)
-        count, means = self.count(draws), np.exp(unexplained.mean)
-        off = np.array([unexplained.draw(self._rng(_UNEXPLAINED, k)) for k in range(count)])
-        times, learnable = np.exp(off), Learnable(unexplained, off)
-        point = [
-            scored(self._workload, self.predictions.outcomes[limits]).times(t)
-            for limits, t in zip(settings, means.tolist(), strict=True)
-        ]
+        unexplained = unexplained or Unexplained.of(len(settings))
+        count = self.count(draws)
+        learnable = tuple(
+            Learnable(effects, self._drawn_off(effects, count), column)
+            for column, effects in ((COST, unexplained.cost), (SLO, unexplained.slo))
+        )
+        times = np.ones((count, len(settings), 3))
+        for told in learnable:
+            times[:, :, told.column] = np.exp(told.off)
+        off = unexplained.means
+        point = [scored(self._workload, self.predictions.outcomes[x]) for x in settings]
         if self._predictor.doubt:
-            own = [self._own_errors(limits, count) for limits in settings]
-            slower = np.transpose(own) * times / means
-            drawn = drawn_of(point) * slower[:, :, None]
-            return Draws.of(settings, point, drawn, learnable=learnable)
-        here = self._replayed_here(settings, count) * times[:, :, None]
+            own = np.transpose([self._own_errors(limits, count) for limits in settings])
+            drawn = drawn_of(point) * own[:, :, None] * times
+            return Draws.of(settings, point, drawn, learnable=learnable, off=off)
+        here = self._replayed_here(settings, count) * times
         if is_here or not self.stretches:
-            return Draws.of(settings, point, here, learnable=learnable)
+            return Draws.of(settings, point, here, learnable=learnable, off=off)
 
         def elsewhere(some: Sequence[EngineLimits]) -> Floats:
-            places = [settings.index(limits) for limits in some]
             drawn = self._replayed_elsewhere(some, count)
-            drawn *= times[:, places, None]
+            drawn *= times[:, [settings.index(limits) for limits in some]]
             return drawn
 
-        return Draws.of(settings, point, here, elsewhere, self.stretches, learnable)
+        return Draws.of(settings, point, here, elsewhere, self.stretches, learnable, off)
+
+    def _drawn_off(self, effects: Effects, count: int) -> Floats:
+        """Return draws of effects, of numbers that all effects share. Shapes: [count, n]."""
+        found: Floats = np.array(
+            [effects.draw(self._rng(_UNEXPLAINED, k)) for k in range(count)]
+        )
+        return found
 
     def _replayed_here(self, settings: Sequence[EngineLimits], count: int) -> Floats:
         """Return what replays of the recorded traffic bring, each model's in several draws.

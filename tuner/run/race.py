@@ -22,15 +22,14 @@ from tuner.replay.metrics import Measurement
 from tuner.replay.runner import Failure
 from tuner.replay.series import TimelineRecord, timeline_record
 from tuner.run.context import Workload
-from tuner.run.drawing import DRAWS, FEW_DRAWS, UNEXPLAINED, draw
+from tuner.run.drawing import DRAWS, FEW_DRAWS, Unexplained, draw
 from tuner.run.evidence import change_bounds
 from tuner.run.journal import Round
 from tuner.run.predict import DISAGREEMENT, Foretold, at_own_speed
 from tuner.run.rounds import POLL_S, share_round
 from tuner.run.time_plan import Observe, RacePlan, cold_cost_s, reserve_s
 from tuner.run.trial_runner import TrialRunner
-from tuner.search.effects import Effects
-from tuner.search.judging import TIE_LOSS
+from tuner.search.judging import COST, SLO, TIE_LOSS
 from tuner.search.objective import Tier, moved, moved_bounds
 from tuner.search.posterior import Draws, saved_by_more
 from tuner.search.race import (
@@ -98,7 +97,7 @@ class PredictedEvidence:
     known: Foretold
     relearn: Relearn
     min_rounds: int = MIN_ROUNDS_PREDICTED
-    _off: dict[int, float] = field(default_factory=dict)
+    _off: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def learnt_s(self) -> float:
@@ -122,8 +121,8 @@ class PredictedEvidence:
         for limits in failed:
             outcomes[limits] = Failure("it failed in its live replay")
         predictions = replace(predictions, outcomes=outcomes)
-        unexplained = self.unexplained()
-        return draw(predictor.as_deployed(), predictions, settings, count, unexplained)
+        known = self.unexplained()
+        return draw(predictor.as_deployed(), predictions, settings, count, known)
 
     def _trials(self) -> list[Trial]:
         settings = self.settings()
@@ -133,28 +132,39 @@ class PredictedEvidence:
             if trial.phase is Phase.RACE and trial.limits in settings
         ]
 
-    def unexplained(self) -> Effects:
+    def unexplained(self) -> Unexplained:
         """Return how far off the predictions are beyond each replay's own speed.
 
-        Of each of the `settings`, in logarithms.
+        Of each of the `settings`.
         """
-        replays, settings = [], self.settings()
-        for trial in self._trials():
-            if trial.is_whole and trial.number not in self._off:
+        settings, whole = self.settings(), [t for t in self._trials() if t.is_whole]
+        for trial in whole:
+            if trial.number not in self._off:
                 self._off[trial.number] = self._off_by(trial)
-            off = self._off.get(trial.number, math.nan)
-            if math.isfinite(off):
-                replays.append((0, settings.index(trial.limits), off))
-        return Effects.of(len(settings), replays, UNEXPLAINED)
+        cost, slo = (
+            [
+                (settings.index(trial.limits), off)
+                for trial in whole
+                if math.isfinite(off := self._off[trial.number][column])
+            ]
+            for column in (COST, SLO)
+        )
+        return Unexplained.of(len(settings), cost, slo)
 
-    def _off_by(self, trial: Trial) -> float:
-        """Return by how much a replay differs from the simulation at its own speed."""
+    def _off_by(self, trial: Trial) -> tuple[float, float]:
+        """Return by how much a replay differs from the simulation at its own speed.
+
+        In what is optimised and in the tightest SLO, in logarithms; NaN without either.
+        """
         measured = trial.measurement or {}
         step_s = float(measured["busy_s"]) / max(int(measured["steps"]), 1)
         found = at_own_speed(self.known.predictor, self.plan.workload, trial.limits, step_s)
         if found is None:
-            return math.nan
-        return trial.score.log_over(self.plan.workload.scoring.score(found))
+            return math.nan, math.nan
+        own = self.plan.workload.scoring.score(found)
+        ours, theirs = trial.score.slo_used or 0.0, own.slo_used or 0.0
+        has_slos = 0.0 < ours < math.inf and 0.0 < theirs < math.inf
+        return trial.score.log_over(own), math.log(ours / theirs) if has_slos else math.nan
 
     def disagreement(self) -> str:
         """Say whose replays differ from the simulation at their own speed by too much.
@@ -164,7 +174,7 @@ class PredictedEvidence:
         """
         off: dict[tuple[EngineLimits, str], list[float]] = {}
         for trial in self._trials():
-            found = self._off.get(trial.number, math.nan)
+            found, _ = self._off.get(trial.number, (math.nan, math.nan))
             if math.isfinite(found):
                 off.setdefault((trial.limits, trial.score.own_metric), []).append(found)
         means = {key: math.expm1(float(np.mean(logs))) for key, logs in off.items()}

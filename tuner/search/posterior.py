@@ -89,13 +89,14 @@ def wider_for(stretches: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Learnable:
-    """What of draws replays would tell: the effects of settings, and those that were drawn.
+    """What of a column of draws replays would tell: its effects, and those that were drawn.
 
     Shapes: off is [draws, settings], in logarithms.
     """
 
     effects: Effects
     off: Floats
+    column: int = COST
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,7 @@ class Draws:
 
     `here` is on the traffic that was recorded. What other traffic of the kind makes of a
     setting `elsewhere` returns, and finds out when it is asked: most are never recommended.
-    `basis` says what the draws are of, and `learnable` what of them replays would tell, None
+    `basis` says what the draws are of, and `learnable` what of them replays would tell, nothing
     where none are thought of.
 
     Shapes: here is [draws, settings, 3]; point, what was predicted of the traffic as recorded,
@@ -121,7 +122,7 @@ class Draws:
     elsewhere: Others
     basis: str
     has_slos: bool
-    learnable: Learnable | None = None
+    learnable: tuple[Learnable, ...] = ()
 
     @classmethod
     def of(
@@ -131,7 +132,8 @@ class Draws:
         here: Floats,
         others: Others | None = None,
         stretches: int | None = None,
-        learnable: Learnable | None = None,
+        learnable: tuple[Learnable, ...] = (),
+        off: Floats | None = None,
     ) -> Self:
         """Return draws around what was predicted of the traffic as it was recorded.
 
@@ -140,9 +142,12 @@ class Draws:
         which few vary too little; None where the traffic is not drawn, and other traffic is
         thought to be as uncertain as the recorded.
 
-        Shapes: point is [settings], here [draws, settings, 3].
+        The point is known to be `off` by so many times.
+
+        Shapes: point is [settings], here [draws, settings, 3], off [settings, 3].
         """
         times, at = 1.0 if stretches is None else wider_for(stretches), drawn_of(point)
+        at = at if off is None else at * off
 
         def elsewhere(some: Sequence[EngineLimits]) -> Floats:
             places = [settings.index(limits) for limits in some]
@@ -169,13 +174,13 @@ class Draws:
             return np.concatenate([p.elsewhere(some) for p in parts])
 
         here = np.concatenate([p.here for p in parts])
-        return replace(parts[0], point=point, here=here, elsewhere=elsewhere, learnable=None)
+        return replace(parts[0], point=point, here=here, elsewhere=elsewhere, learnable=())
 
     def among(self, settings: Sequence[EngineLimits]) -> Self:
         """Return the draws of these settings alone."""
         at = [self.settings.index(limits) for limits in settings]
         here, point = self.here[:, at], self.point[at]
-        return replace(self, settings=tuple(settings), point=point, here=here, learnable=None)
+        return replace(self, settings=tuple(settings), point=point, here=here, learnable=())
 
     @property
     def values(self) -> Floats:
@@ -341,7 +346,7 @@ class Draws:
         elsewhere = np.concatenate(parts, axis=1)
         point = np.concatenate([self.point, other.point])
         settings = (*self.settings, *other.settings)
-        pair = replace(self, settings=settings, point=point, here=both, learnable=None)
+        pair = replace(self, settings=settings, point=point, here=both, learnable=())
         _, column, metric = pair.criterion(confidence)
         odds = pair.odds([0, 1], elsewhere, column, confidence)
         return odds, metric, ratio_of(elsewhere[:, :, column])
@@ -371,22 +376,23 @@ class Draws:
         Source: expected value of sample information, Raiffa & Schlaifer, Applied Statistical
             Decision Theory, chapter 5.
         """
-        if self.learnable is None:
+        if not self.learnable:
             return 0.0
-        off, effects = self.learnable.off, self.learnable.effects
-        root, shares = effects.by_a_round([self.settings.index(s) for s in replayed])
-        # Around each outcome less is open than now.
-        nearer = (shares - 1.0) * (off - effects.mean)
-        rng = np.random.default_rng(0)
-        half = rng.standard_normal((LOOKS // 2, root.shape[1]))
-        moves = np.concatenate([half, -half]) @ root.T
-        after = [self._moved(nearer + move).regret(current, confidence) for move in moves]
+        places = [self.settings.index(limits) for limits in replayed]
+        half = np.random.default_rng(0).standard_normal((LOOKS // 2, len(places)))
+        shown = np.concatenate([half, -half])
+        logs = np.zeros((LOOKS, *self.here.shape))
+        for told in self.learnable:
+            root, shares = told.effects.by_a_round(places)
+            # Around each outcome less is open than now.
+            nearer = (shares - 1.0) * (told.off - told.effects.mean)
+            logs[:, :, :, told.column] = nearer + (shown @ root.T)[:, None, :]
+        after = [self._moved(each).regret(current, confidence) for each in logs]
         return max(0.0, self.regret(current, confidence) - float(np.mean(after)))
 
     def _moved(self, logs: Floats) -> Self:
-        """Return the draws with all latencies moved. Shapes: logs is [draws, settings]."""
-        times = np.ones((*logs.shape, 3))
-        times[:, :, [COST, SLO]] = np.exp(logs)[:, :, None]
+        """Return the draws moved. Shapes: logs is [draws, settings, 3]."""
+        times: Floats = np.exp(logs)
 
         def elsewhere(some: Sequence[EngineLimits]) -> Floats:
             return self.elsewhere(some) * times[:, [self.settings.index(x) for x in some]]

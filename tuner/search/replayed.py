@@ -10,6 +10,7 @@ import numpy as np
 
 from tuner.engine.limits import EngineLimits
 from tuner.search.effects import Effects, Spreads
+from tuner.search.judging import COST, LOAD, SLO
 from tuner.search.objective import RATE, Score, Tier
 from tuner.search.posterior import LIVE_ALONE, Draws, Learnable
 from tuner.search.race import RaceRun, compared
@@ -37,21 +38,20 @@ def draws_of_replays(
     good = [run for run in mine if run.limits not in failed]
     metric = _own_metric(good)
     drawn = partial(_drawn_live, settings, good, draws)
-    values, learnable = drawn(LIVE_SPREADS, lambda score: score.value_of(metric))
+    values, told = drawn(LIVE_SPREADS, lambda score: score.value_of(metric))
     endless = failed | _endless(good, metric)
     values[:, [limits in endless for limits in settings]] = math.inf
-    bounds = (
-        drawn(LEVEL_SPREADS, lambda score: score.slo_used)[0],
-        drawn(LEVEL_SPREADS, lambda score: score.load_used)[0],
-    )
+    slo, told_of_slo = drawn(LEVEL_SPREADS, lambda score: score.slo_used, SLO)
+    load, told_of_load = drawn(LEVEL_SPREADS, lambda score: score.load_used, LOAD)
     breaking = {run.limits for run in good if run.score.slo_used == math.inf}
-    bounds[0][:, [limits in breaking for limits in settings]] = math.inf
+    slo[:, [limits in breaking for limits in settings]] = math.inf
     has_slos = any(run.score.slo_used is not None for run in good)
-    here, point = np.stack([values, *bounds], axis=-1), np.median(values, axis=0)
+    here, point = np.stack([values, slo, load], axis=-1), np.median(values, axis=0)
 
     def elsewhere(some: Sequence[EngineLimits]) -> Floats:
         return here[:, [settings.index(limits) for limits in some]]
 
+    learnable = tuple(filter(None, (told, told_of_slo, told_of_load)))
     basis = (LIVE_ALONE, has_slos, learnable)
     return Draws(tuple(settings), metric, point, here, elsewhere, *basis)
 
@@ -74,6 +74,7 @@ def _drawn_live(
     draws: int,
     spreads: Spreads,
     of: Callable[[Score], float | None],
+    column: int = COST,
 ) -> tuple[Floats, Learnable | None]:
     """Return draws of a value of each setting by its replays, and what more of them would tell.
 
@@ -93,4 +94,4 @@ def _drawn_live(
     around = [(number, setting, value - middle) for number, setting, value in replays]
     found, rng = Effects.of(len(settings), around, spreads), np.random.default_rng(0)
     off = np.array([found.draw(rng) for _ in range(draws)])
-    return np.exp(middle + off), Learnable(found, off)
+    return np.exp(middle + off), Learnable(found, off, column)

@@ -14,7 +14,7 @@ from tuner.run.calibrate import Blocks, replay_longer
 from tuner.run.cold import start_all
 from tuner.run.context import WINDOW, RunContext, Workload
 from tuner.run.directory import PROFILE_FILE
-from tuner.run.drawing import Deployed, contend, predict_deployed
+from tuner.run.drawing import Deployed, Unexplained, contend, predict_deployed
 from tuner.run.evidence import KV_FULL_RATIO
 from tuner.run.options import Method
 from tuner.run.predict import (
@@ -38,7 +38,6 @@ from tuner.run.time_plan import (
 )
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.budget import LIFETIMES, Aim, window_text
-from tuner.search.effects import Effects
 from tuner.search.objective import Objective, Tier
 from tuner.search.race import RaceDecision
 from tuner.search.trials import Phase, leader
@@ -378,7 +377,7 @@ class PredictedSearch:
         parts = (foretold.predictions, plan.workload, pair, decision.metric)
         return predict_deployed(own, *parts, self._shown_of(pair))
 
-    def _shown_of(self, pair: Sequence[EngineLimits]) -> Effects | None:
+    def _shown_of(self, pair: Sequence[EngineLimits]) -> Unexplained | None:
         """Return what the race showed of settings beyond the prediction, None without one."""
         evidence = self.evidence
         settings = [] if evidence is None else list(evidence.settings())
