@@ -131,11 +131,13 @@ def decide(
 class Contention:
     """Who could be the best by what is known, the likeliest first, without the current one.
 
-    `loss` is what choosing now is expected to lose, as a share of what the best costs.
+    `loss` is what choosing now among all that were `inside` is expected to lose, as a share of
+    what the best costs.
     """
 
     settings: tuple[EngineLimits, ...]
     loss: float
+    inside: tuple[EngineLimits, ...]
 
 
 def contend(
@@ -165,7 +167,24 @@ def _contend(
     inside = [*_likeliest(drawn, current, SIFTED, 0.0, confidence), current]
     drawn = drawing.draws(inside, draws, is_here=True)
     found = _likeliest(drawn, current, most, CONTENDS, confidence)
-    return Contention(tuple(found[:most]), drawn.regret(current, confidence))
+    loss = drawn.regret(current, confidence)
+    return Contention(tuple(found[:most]), loss, tuple(inside))
+
+
+def regret(
+    predictor: Predictor,
+    predictions: Predictions,
+    inside: Sequence[EngineLimits],
+    current: EngineLimits,
+    draws: int,
+    confidence: float = CONFIDENCE,
+) -> float:
+    """Return what choosing now among settings loses, by draws of the engine's speed alone.
+
+    Raises: NoFeasibleConfigError if every setting fails; ShadowError, UsageError.
+    """
+    drawn = Drawing(predictor, predictions).draws(inside, draws, is_here=True)
+    return drawn.regret(current, confidence)
 
 
 def _likeliest(

@@ -6,6 +6,7 @@ into its time, and `search` is asked for one configuration after the other.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,11 +38,15 @@ class LiveEvidence:
 
     plan: RacePlan
     min_rounds: int = MIN_ROUNDS_LIVE
-    learnt_s: float = 0.0
+    least_in_a_round: int = 2
 
     def settings(self) -> Sequence[EngineLimits]:
         """Return who races."""
         return self.plan.settings
+
+    def regret_after(self, count: int, more_s: float, confidence: float) -> float:  # noqa: ARG002
+        """Return no end: no model of the engine's speed is learnt."""
+        return math.inf
 
     def draws(self, count: int) -> Draws:
         """Return draws of what the replays say."""

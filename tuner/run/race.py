@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import combinations
 from typing import Protocol
 
@@ -31,7 +32,7 @@ from tuner.run.time_plan import Observe, RacePlan, cold_cost_s, reserve_s
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.judging import COST, SLO, TIE_LOSS
 from tuner.search.objective import Tier, moved, moved_bounds
-from tuner.search.posterior import Draws, saved_by_more
+from tuner.search.posterior import Draws
 from tuner.search.race import (
     CONFIDENCE,
     MAX_ROUNDS,
@@ -42,6 +43,7 @@ from tuner.search.race import (
     whole_rounds,
 )
 from tuner.search.trials import Phase, Trial
+from tuner.shadow.predictor import Predictor
 
 # With a prediction one round tells whether it holds: ours.
 MIN_ROUNDS_PREDICTED = 1
@@ -63,9 +65,15 @@ class Evidence(Protocol):
     def min_rounds(self) -> int:
         """How many rounds are replayed at least."""
 
+    def regret_after(self, count: int, more_s: float, confidence: float) -> float:
+        """Return what choosing would lose if the engine's speed was known by so much more time.
+
+        As a share of what is optimised, by draws; without end where no model of it is learnt.
+        """
+
     @property
-    def learnt_s(self) -> float:
-        """From how much time of the engine a model of its speed is learnt, 0 without one."""
+    def least_in_a_round(self) -> int:
+        """How many replays it takes to tell anything: two where they are compared."""
 
     def settings(self) -> Sequence[EngineLimits]:
         """Return who may race."""
@@ -97,15 +105,21 @@ class PredictedEvidence:
     known: Foretold
     relearn: Relearn
     min_rounds: int = MIN_ROUNDS_PREDICTED
+    least_in_a_round: int = 1
     _off: dict[int, tuple[float, float]] = field(default_factory=dict)
 
-    @property
-    def learnt_s(self) -> float:
-        """How long blocks and replays took. Units: seconds."""
+    def regret_after(self, count: int, more_s: float, confidence: float) -> float:
+        """Return what choosing would lose if that much more was replayed."""
+        open_now, predictor = self.known.predictor.profile.uncertainty, self.known.predictor
         records = self.plan.context.journal.records()
-        return sum(
+        learnt_s = sum(
             float(t.measurement["wall_s"]) for t in records if t.is_live and t.measurement
         )
+        if open_now is None or learnt_s <= 0:
+            return math.inf
+        left = replace(predictor.profile, uncertainty=open_now.after(learnt_s, more_s))
+        drawn = self._draws_by(predictor.of(left), count)
+        return drawn.regret(self.plan.context.space.current, confidence)
 
     def settings(self) -> Sequence[EngineLimits]:
         """Return who races, but for those of which nothing could be predicted."""
@@ -114,9 +128,13 @@ class PredictedEvidence:
 
     def draws(self, count: int) -> Draws:
         """Return draws of the predictions, moved and spread by what the replays showed."""
+        return self._draws_by(self.known.predictor, count)
+
+    def _draws_by(self, predictor: Predictor, count: int) -> Draws:
+        """Return draws as they are by a predictor of the same settings."""
         settings = self.settings()
         failed = {t.limits for t in self._trials() if t.score.tier is Tier.FAILED}
-        predictor, predictions = self.known.predictor, self.known.predictions
+        predictions = self.known.predictions
         outcomes = dict(predictions.outcomes)
         for limits in failed:
             outcomes[limits] = Failure("it failed in its live replay")
@@ -218,15 +236,14 @@ def race(
         while rounds < MAX_ROUNDS and len(draws.settings) > 1:
             plan, inside = evidence.plan, evidence.inside(draws, confidence)
             if rounds:
-                inside = who_replays(draws, inside, current, confidence, plan.replay_s)
+                least = evidence.least_in_a_round
+                inside = who_replays(draws, inside, current, confidence, plan.replay_s, least)
             round_s = sum(plan.replay_s(limits) for limits in inside)
             if rounds >= evidence.min_rounds:
                 next_s = late * round_s
                 if not reserved_s and _is_for_the_cold(runner, plan, draws, next_s):
                     break
-                asked = (inside, current, confidence, round_s, evidence.learnt_s)
-                # A few draws may be wrong about it.
-                if is_settled(draws, *asked) and is_settled(evidence.draws(DRAWS), *asked):
+                if _is_enough(evidence, draws, inside, confidence, round_s):
                     break
                 if reserved_s and context.left_s - reserved_s < next_s:
                     # Half a round tells nothing, and would be at the cold engines' cost.
@@ -262,18 +279,38 @@ def _is_for_the_cold(runner: TrialRunner, plan: RacePlan, draws: Draws, round_s:
     return cold_s <= context.left_s < cold_s + round_s
 
 
+def _is_enough(
+    evidence: Evidence,
+    few: Draws,
+    inside: Sequence[EngineLimits],
+    confidence: float,
+    round_s: float,
+) -> bool:
+    """Whether it is settled by a few draws, which may be wrong about it, and by many."""
+    current = evidence.plan.context.space.current
+    asked = (inside, current, confidence, round_s)
+    return all(
+        is_settled(
+            few if count == FEW_DRAWS else evidence.draws(count),
+            *asked,
+            partial(evidence.regret_after, count, round_s, confidence),
+        )
+        for count in (FEW_DRAWS, DRAWS)
+    )
+
+
 def is_settled(
     draws: Draws,
     inside: Sequence[EngineLimits],
     current: EngineLimits,
     confidence: float,
     round_s: float,
-    learnt_s: float = 0.0,
+    regret_after: Callable[[], float] = lambda: math.inf,
 ) -> bool:
     """Whether so little is lost, or another round would save so little for its time.
 
     Replays tell how far settings are off at their own speed; and while they go on, how fast the
-    machine is, where a model of that is learnt.
+    machine is: `regret_after` is what would be lost if no more but that was known better.
 
     Source: the knowledge-gradient rule, Frazier, Powell & Dayanik, A knowledge-gradient policy
         for sequential information collection, SIAM J. Control Optim. 47 (2008).
@@ -281,9 +318,9 @@ def is_settled(
     regret, worth = draws.regret(current, confidence), WORTH_PER_S * round_s
     if regret <= TIE_LOSS:
         return True
-    if learnt_s > 0 and saved_by_more(regret, learnt_s, round_s) >= worth:
+    if draws.saved_by_a_round(inside, current, confidence) >= worth:
         return False
-    return draws.saved_by_a_round(inside, current, confidence) < worth
+    return regret - regret_after() < worth
 
 
 def who_replays(
@@ -292,14 +329,15 @@ def who_replays(
     current: EngineLimits,
     confidence: float,
     cost_s: Callable[[EngineLimits], float],
+    least: int,
 ) -> list[EngineLimits]:
-    """Return of whom, two at least, another round should save the most for its time.
+    """Return of whom, so many at least, another round should save the most for its time.
 
     All that are inside where no fewer are worth more. `cost_s` is what a replay takes.
 
     Source: as for `is_settled`.
     """
-    fields = [f for n in range(len(inside), 1, -1) for f in combinations(inside, n)]
+    fields = [f for n in range(len(inside), least - 1, -1) for f in combinations(inside, n)]
     if len(fields) <= 1:
         return list(inside)
 

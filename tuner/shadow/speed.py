@@ -93,6 +93,21 @@ class Uncertainty:
         """Return the uncertainty in some directions. Shapes: [directions, width]."""
         return cls(table.astype("<f2").tobytes(), table.shape[1])
 
+    def after(self, had: float, more: float) -> Self:
+        """Return what is left open once more was measured than it had been learnt from.
+
+        What measurements leave open shrinks as the root of them; that a start has a speed of
+        its own no measurement of another start tells.
+
+        >>> round(Uncertainty(start=0.05).after(1.0, 3.0).start, 4)
+        0.0265
+        """
+        left = had / (had + more)
+        own = min(self.start, START)
+        start = math.sqrt(own**2 + left * (self.start**2 - own**2))
+        nearer = self.of(math.sqrt(left) * self.table)
+        return replace(self, directions=nearer.directions, start=start)
+
     @property
     def table(self) -> Floats:
         """The directions. Shapes: [directions, width]."""
