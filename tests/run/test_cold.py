@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from support.race_parts import BETTER, CROWDED_TOY, CURRENT, TRACE, WORSE, known_ratio
@@ -21,9 +22,18 @@ from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat, EngineError
 from tuner.replay.metrics import measure
 from tuner.replay.slo import Slo
-from tuner.run.cold import Cold, confirm_cold, start_all, unless_refuted
+from tuner.run.cold import (
+    COLD_EFFECT,
+    OF_WINDOW,
+    SHARED,
+    Cold,
+    confirm_cold,
+    start_all,
+    unless_refuted,
+    weighed,
+)
 from tuner.run.drawing import Deployed
-from tuner.search.objective import Tier
+from tuner.search.objective import Score, Tier
 from tuner.search.race import Odds, RaceDecision, RaceVerdict
 from tuner.search.trials import Phase
 from tuner.stats import Estimate
@@ -43,6 +53,45 @@ def cold_of(
     return confirm_cold(run.runner, plan, decision, partial(_always, deployed))
 
 
+def width(gain: Estimate) -> float:
+    """Return how wide the interval of a gain is, in logarithms."""
+    assert gain.low is not None
+    assert gain.high is not None
+    return math.log(gain.high / gain.low)
+
+
+@pytest.mark.parametrize("shared", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("known_sd", [0.02, 0.05])
+def test_nine_in_ten_gains_lie_in_the_interval_that_cold_engines_leave(
+    known_sd: float, shared: float
+) -> None:
+    """And are told more closely than before, however much of the error the window shares."""
+    rng, n, noise = np.random.default_rng(0), 4000, 0.03
+    score = Score(Tier.GOOD, 1.0, "e2e_p95")
+    inside, off, off_before = [], [], []
+    for cold_differs, error, other, own, chance in rng.normal(size=(n, 5)):
+        differs, missed = COLD_EFFECT * cold_differs, known_sd * error
+        on_window = shared * missed + math.sqrt(1 - shared**2) * known_sd * other + 0.02 * own
+        known, expected, seen = -0.1 + missed, -0.1 + on_window, -0.1 + differs + noise * chance
+        cold = weighed(
+            Cold(score, score, 1.0),
+            (known, known_sd),
+            (expected, math.hypot(known_sd, OF_WINDOW), SHARED),
+            (seen, noise),
+        )
+        low, high = (math.exp(known + sign * 1.645 * known_sd) for sign in (-1, 1))
+        told = cold.moved(Estimate(math.exp(known), low, high, 1))
+        assert told is not None
+        assert told.low is not None
+        assert told.high is not None
+        truth = -0.1 + differs
+        inside.append(told.low <= math.exp(truth) <= told.high)
+        off.append(math.log(told.value) - truth)
+        off_before.append(known - truth)
+    assert 0.85 < np.mean(inside) < 0.97
+    assert np.std(off) < 1.05 * np.std(off_before)
+
+
 def test_a_winner_that_is_better_cold_too_stays(tmp_path: Path) -> None:
     gain = known_ratio(BETTER)
     assert gain < 0.95
@@ -53,8 +102,13 @@ def test_a_winner_that_is_better_cold_too_stays(tmp_path: Path) -> None:
         records = run.context.journal.records()
         assert run.engine.starts == 3
         assert set(run.engine.cold_blocks) == {BETTER, CURRENT}
-    # What cold engines show as it was known moves nothing, and widens nothing.
-    assert near(found.gain, decision.gain)
+    # What cold engines show as it was known moves nothing, and leaves what they differ by open.
+    before, after = decision.gain, found.gain
+    assert before is not None
+    assert after is not None
+    assert after.value == pytest.approx(before.value)
+    usual = math.hypot(width(before) / 2, 1.645 * COLD_EFFECT)
+    assert width(before) / 2 < width(after) / 2 < 1.01 * usual
     assert replace(found, gain=decision.gain) == decision
     assert cold is not None
     assert cold.ratio == pytest.approx(gain, rel=1e-6)
@@ -156,13 +210,6 @@ def near(told: Estimate | None, known: Estimate | None) -> bool:
     assert known is not None
     pairs = (told.value, known.value), (told.low, known.low), (told.high, known.high)
     return all(one == pytest.approx(other, rel=1e-6) for one, other in pairs)
-
-
-def width(gain: Estimate) -> float:
-    """Return how wide the interval of a gain is, in logarithms."""
-    assert gain.low is not None
-    assert gain.high is not None
-    return math.log(gain.high / gain.low)
 
 
 @pytest.mark.slow

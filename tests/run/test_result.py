@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 
 from support.result_parts import CHANGE, CURRENT, WINNER, made
 from tuner.errors import Caveat, UsageError
-from tuner.run.result import Restlessness, RunResult, read_result
+from tuner.run.drawing import OWN_SPEED
+from tuner.run.result import OWN_RATIO, Restlessness, RunResult, read_result
 from tuner.search.objective import Tier
 from tuner.search.race import Odds
 from tuner.stats import Estimate
@@ -137,7 +139,7 @@ def test_a_result_that_no_run_wrote_is_refused(
     [
         (None, 100.0, False, "differ by 6.0% between moments"),
         (0.008, 100.0, False, "and the ratio of the two best is known to within 0.8%"),
-        (0.03, 60.0, False, "within 3.0%: about 8 min more would bring that below 1%"),
+        (0.03, 60.0, False, "within 3.0%: about 4 min more would bring that below 2%"),
         (0.1, 60.0, False, "more time does not help, a machine that is left alone would"),
         (0.1, 60.0, True, "and the ratio of the two best is known to within 10.0%"),
     ],
@@ -145,5 +147,6 @@ def test_a_result_that_no_run_wrote_is_refused(
 def test_of_a_restless_machine_it_is_told_how_much_longer_would_help(
     open_ratio: float | None, spent_s: float, *, is_sure: bool, said: str
 ) -> None:
+    assert pytest.approx(1.645 * math.sqrt(2) * OWN_SPEED, rel=0.01) == OWN_RATIO
     found = Restlessness.of(0.06, open_ratio, spent_s, is_sure=is_sure)
     assert found.text.endswith(said)

@@ -31,6 +31,10 @@ from tuner.stats import Estimate
 COLD_EFFECT = 0.02
 # How far replays of one setting on one engine differ where it was replayed but once: ours.
 REPLAY_NOISE = 0.05
+# How much of what a prediction is off by on all of the traffic it is off by on the window that
+# raced too, as a correlation, and by how much else it is there, in logarithms: ours. One half
+# holds nine in ten best where all, half or none of it is truly shared.
+SHARED, OF_WINDOW = 0.5, 0.05
 # A cold gain so many standard deviations from the race's is a caveat, and with so many what is
 # deployed is another engine than what raced, and counts alone: ours.
 COLD_DIFFERS, COLD_ALONE = 2.0, 2.5
@@ -47,7 +51,8 @@ class Cold:
     probable a gain is by all that is known, and `log_gain` the logarithm of the ratio by that,
     None as `ratio`; `deviations` is how far what these showed is from what the race had shown,
     and `starts` how many engines there were of each. `effect` is by how much they move the
-    gain, in logarithms, and `effect_sd` how open that is, 0 where they show what was expected.
+    gain, in logarithms, `wider` by how much that makes its variance larger, or smaller below
+    0, and `least` is what that is at least.
     """
 
     winner: Score
@@ -58,7 +63,8 @@ class Cold:
     deviations: float = 0.0
     log_gain: float | None = None
     effect: float = 0.0
-    effect_sd: float = 0.0
+    wider: float = 0.0
+    least: float = 0.0
 
     def moved(self, gain: Estimate | None) -> Estimate | None:
         """Return a gain as it is thought to be of engines started cold."""
@@ -68,7 +74,8 @@ class Cold:
         if gain.low is None or gain.high is None:
             return replace(gain, value=gain.value * times)
         half = math.log(gain.high / gain.low) / 2
-        wider = math.exp(math.hypot(half, _WIDE * self.effect_sd) - half)
+        variance = max((half / _WIDE) ** 2 + self.wider, self.least)
+        wider = math.exp(_WIDE * math.sqrt(variance) - half)
         low, high = gain.low * times / wider, gain.high * times * wider
         return replace(gain, value=gain.value * times, low=low, high=high)
 
@@ -218,37 +225,51 @@ def _cold_of(
     seen, seen_sd = float(np.mean(logs)), noise * math.sqrt(2 / starts)
     cold = Cold(*worst, math.exp(seen), NormalDist().cdf(-seen / seen_sd), starts)
     raced, raced_sd = _raced_ratio(context, plan, decision.winner, noise)
-    gain = decision.gain_here or decision.gain
+    gain, shared = decision.gain_here or decision.gain, 1.0
     if deployed is not None:
-        gain, raced, raced_sd = deployed.here, deployed.log_window, REPLAY_NOISE
+        gain, raced, shared = deployed.here, deployed.log_window, SHARED
     if gain is None:
         return cold
-    known = _normal(gain)
-    if not math.isfinite(raced):
-        raced, raced_sd = known
-    return _weighed(cold, known, (seen - raced, math.hypot(seen_sd, raced_sd)))
+    mean, sd = _normal(gain)
+    if deployed is not None:
+        raced_sd = math.hypot(sd, OF_WINDOW)
+    elif not math.isfinite(raced):
+        raced, raced_sd = mean, sd
+    return weighed(cold, (mean, sd), (raced, raced_sd, shared), (seen, seen_sd))
 
 
-def _weighed(cold: Cold, known: tuple[float, float], off: tuple[float, float]) -> Cold:
+def weighed(
+    cold: Cold,
+    known: tuple[float, float],
+    expected: tuple[float, float, float],
+    seen: tuple[float, float],
+) -> Cold:
     """Return the comparison with what it says of the gain.
 
-    Of what was known of that, and by how much they differ from what was expected of them: mean
-    and standard deviation of each, in logarithms.
+    `known` is the gain, `expected` what cold engines should show of it on the window that
+    raced, and `seen` what they do: mean and standard deviation of each, in logarithms, and how
+    much of the error of the first two is shared, as a correlation. What cold engines differ by
+    is in neither.
     """
-    effect, effect_sd = off
-    deviations = abs(effect) / math.hypot(effect_sd, COLD_EFFECT)
-    if deviations <= COLD_ALONE:
-        believed = COLD_EFFECT**2 / (COLD_EFFECT**2 + effect_sd**2)
-        effect, effect_sd = believed * effect, math.sqrt(believed) * effect_sd
-    mean, sd = known[0] + effect, math.hypot(known[1], effect_sd)
+    mean, sd = known
+    off = seen[0] - expected[0]
+    together = expected[2] * sd * min(sd, expected[1]) + COLD_EFFECT**2
+    variance = expected[1] ** 2 + COLD_EFFECT**2 + seen[1] ** 2
+    deviations = abs(off) / math.sqrt(variance)
+    if deviations > COLD_ALONE:
+        effect, left = off, expected[1] ** 2 + seen[1] ** 2
+        left = max(left, sd**2)
+    else:
+        effect = together / variance * off
+        left = sd**2 + COLD_EFFECT**2 - together**2 / variance
     return replace(
         cold,
-        p_better=NormalDist().cdf(-mean / sd),
+        p_better=NormalDist().cdf(-(mean + effect) / math.sqrt(left)),
         deviations=deviations,
-        log_gain=mean,
+        log_gain=mean + effect,
         effect=effect,
-        # What cold engines usually differ by was not told before; nor is it if these do not.
-        effect_sd=min(1.0, deviations) * effect_sd,
+        wider=left - sd**2,
+        least=left,
     )
 
 

@@ -340,7 +340,8 @@ def draw_capacity(
     stretches, logs = drawing.stretches, np.log(np.maximum(found, MIN_LOAD))
     times = math.sqrt(2) * wider_for(stretches) if stretches else 1.0
     wide = np.exp(logs.mean() + times * (logs - logs.mean()))
-    low, high = np.quantile(wide, [0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2]).tolist()
+    ends = (0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2)
+    low, high = np.quantile(wide, ends, method="weibull").tolist()
     return min(low, told), max(high, told)
 
 

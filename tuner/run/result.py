@@ -27,7 +27,6 @@ from tuner.run.evidence import (
 from tuner.run.knobs.records import KnobAdvice
 from tuner.run.loads.records import ClientAdvice
 from tuner.run.variants.records import VariantComparison
-from tuner.search.judging import TIE_LOSS
 from tuner.search.objective import (
     Bounds,
     Objective,
@@ -42,6 +41,11 @@ from tuner.stats import Estimate
 SCHEMA: Final = 2
 MOST_MORE_S: Final = 3600.0
 """Ours: whoever would have to wait longer for a restless machine needs another one."""
+OWN_RATIO: Final = 0.0163
+"""What of the ratio of two settings stays open however long the machine is watched: steps of
+each have a speed that no model knows, `drawing.OWN_SPEED`, here as an interval of 90 %."""
+KNOWN_RATIO: Final = 0.02
+"""Ours: well enough to tell what is worth a restart, and somewhat beyond OWN_RATIO."""
 NOTHING_FEASIBLE: Final = "no configuration met the SLOs"
 _RELAX: Final = "relax an SLO, or lower --load, and run again"
 _RELAX_ONLY: Final = "relax an SLO and run again: predicted, they hold at no load, however low"
@@ -272,8 +276,9 @@ class Restlessness:
 
     `apart_ratio` is by how much like steps differ from one moment to another, `open_ratio` how
     far off the ratio of the two best may be, None where nothing is known of that. `more_s` is
-    how much more calibrating and racing would bring it below TIE_LOSS, since it shrinks as the
-    root of the time grows; 0 where the answer is sure without, None where that is too long.
+    how much more calibrating and racing would bring it below KNOWN_RATIO, since what is beyond
+    OWN_RATIO shrinks as the root of the time grows; 0 where the answer is sure without, None
+    where that is too long.
     """
 
     apart_ratio: float
@@ -287,7 +292,8 @@ class Restlessness:
         """Return it of a run that has calibrated and raced for so long, and is sure or not."""
         more_s = 0.0 if is_sure else None
         if open_ratio is not None and not is_sure:
-            more_s = spent_s * max(0.0, (open_ratio / TIE_LOSS) ** 2 - 1)
+            shrinks = max(0.0, open_ratio**2 - OWN_RATIO**2)
+            more_s = spent_s * max(0.0, shrinks / (KNOWN_RATIO**2 - OWN_RATIO**2) - 1)
         is_long = more_s is not None and more_s > MOST_MORE_S
         return cls(
             apart_ratio=apart_ratio,
@@ -307,7 +313,7 @@ class Restlessness:
         if self.more_s <= 0:
             return said
         minutes = math.ceil(self.more_s / 60)
-        return f"{said}: about {minutes} min more would bring that below {TIE_LOSS:.0%}"
+        return f"{said}: about {minutes} min more would bring that below {KNOWN_RATIO:.0%}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

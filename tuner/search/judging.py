@@ -123,7 +123,8 @@ def ratio_of(pair: Floats) -> Estimate | None:
     ends = (0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2)
     if not (np.isfinite(ratios) & (ratios > 0)).all():
         return None
-    middle, low, high = np.quantile(ratios, (0.5, *ends)).tolist()
+    # Of few draws the usual quantiles lie too far inside.
+    middle, low, high = np.quantile(ratios, (0.5, *ends), method="weibull").tolist()
     mean = float(np.exp(np.log(ratios).mean()))
     # Near overload a few draws are many times off, which can move the mean out of the interval.
     return Estimate(mean if low <= mean <= high else middle, low, high, len(ratios))

@@ -17,7 +17,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import EngineShape, Graphs
 from tuner.engine.steps import StepColumns, joined
 from tuner.errors import Caveat, ShadowError, TooFewSamplesError
-from tuner.shadow.fit import Fit, fit, host_of, model_of
+from tuner.shadow.fit import Fit, fit, host_of, model_of, undistorted
 from tuner.shadow.launches import PASSES, on_device
 from tuner.shadow.profiles import KvStart, Profile
 from tuner.shadow.speed import Speed, learn, with_host
@@ -144,21 +144,27 @@ class Calibration:
         times = self.times_of(profile)
         return profile.with_steps(lambda model: model.scaled(times))
 
-    def times_of(self, profile: Profile) -> float:
+    def times_of(self, profile: Profile, *, with_stretched: bool = False) -> float:
         """Return how many times as long the steps took as the profile says of them.
 
-        What a turn took that launched an asynchronous engine's first batch counts with that.
+        Those that the machine stretched are left out, as where a model is learnt of them,
+        unless they are asked for. What a turn took that launched an asynchronous engine's first
+        batch counts with that.
 
         Raises: TooFewSamplesError with no step.
         """
         if not self.steps:
             raise TooFewSamplesError("no steps were seen to correct the profile by")
-        took_s = predicted_s = 0.0
+        tables = []
         for limits, seen in self._on_device(self._predicted_s(profile.step_model)):
             model = replace(profile.step_model, graphs=self.graphs_of(limits))
-            took_s += float(seen.duration_s[seen.has_batch].sum())
-            predicted_s += float(model.predict_s(seen)[seen.has_batch].sum())
-        return took_s / predicted_s
+            table = [seen.duration_s, model.predict_s(seen), seen.prefill_tokens == 0]
+            tables.append(np.column_stack(table)[seen.has_batch])
+        took_s, predicted_s, alone = np.concatenate(tables).T
+        if not with_stretched:
+            kept = undistorted(took_s, predicted_s, alone > 0)
+            took_s, predicted_s = took_s[kept], predicted_s[kept]
+        return float(took_s.sum() / predicted_s.sum())
 
 
 def _by_limits(steps: _Steps) -> dict[EngineLimits, StepColumns]:

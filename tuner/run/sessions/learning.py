@@ -111,7 +111,9 @@ class Learning:
         self.context.listener.note(
             f"step model from {profile.fit.steps} steps, wrong by {wrong:.1%}"
         )
-        left_out = calibrator.calibration.times_of(profile) - 1 if given is None else 0.0
+        left_out = 0.0
+        if given is None:
+            left_out = calibrator.calibration.times_of(profile, with_stretched=True) - 1
         if left_out > SET_ASIDE:
             self.context.caveats.add(Caveat.STEPS_SET_ASIDE)
             self.context.listener.note(
