@@ -238,6 +238,43 @@ def test_compose_keeps_an_entrypoint_that_does_not_start_vllm(
     assert after["services"]["vllm"] == {"entrypoint": entered, "command": commanded}
 
 
+EXPORTER = "{name: exporter, image: acme/exporter, args: [--job, vllm]}"
+ENGINE = "{name: engine, image: acme/inference, args: [--max-num-seqs, '256']}"
+GATEWAY = "{name: vllm-gateway, env: [{name: TO, value: 'http://vllm:8000'}], args: [-v]}"
+
+
+def pods(*containers: str) -> str:
+    """Return a Deployment for each list of containers."""
+    return "---\n".join(
+        f"kind: Deployment\nmetadata: {{name: d{place}}}\n"
+        f"spec:\n  template:\n    spec:\n      containers: [{listed}]\n"
+        for place, listed in enumerate(containers)
+    )
+
+
+@pytest.mark.parametrize(
+    ("chosen", "text"),
+    [
+        (Format.KUBERNETES, pods(f"{EXPORTER}, {ENGINE}")),
+        (Format.KUBERNETES, pods(GATEWAY, ENGINE)),
+        (
+            Format.DOCKER_COMPOSE,
+            f"services:\n  vllm-exporter: {EXPORTER}\n"
+            "  llm: {entrypoint: [python3, -m, vllm.entrypoints.openai.api_server], "
+            "command: [--max-num-seqs, '256']}\n",
+        ),
+    ],
+)
+def test_what_only_mentions_vllm_is_not_what_runs_it(
+    chosen: Format, text: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    after = merge_into(path, chosen, PLAIN, Names()).after
+    limits = "--max-num-seqs, '48', '--max-num-batched-tokens', '4096'"
+    assert after == text.replace("--max-num-seqs, '256'", limits)
+
+
 def test_all_four_limits_are_set_for_the_exact_form(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(VLLM)
@@ -352,7 +389,7 @@ REFUSED = [
     ),
     (
         Format.DOCKER_COMPOSE,
-        "services:\n  vllm: {entrypoint: bash -c, command: run.sh}\n",
+        "services:\n  vllm: {entrypoint: [tini, --, bash, -lc], command: [run.sh]}\n",
         "a script without one",
     ),
     (
@@ -363,10 +400,19 @@ REFUSED = [
     (Format.KUBERNETES, "kind: Deployment\nspec: {}\n", "spec.containers[], got no template"),
     (
         Format.KUBERNETES,
-        DEPLOYMENT.replace("engine\n", "proxy2\n").replace("vllm", "x"),
-        "--cont",
+        DEPLOYMENT.replace("max_num_seqs", "seed").replace("vllm", "x"),
+        "one that runs vLLM, got proxy, engine",
     ),
-    (Format.KUBERNETES, SHELL.replace("vllm serve", "run.sh"), "a script without one"),
+    (
+        Format.KUBERNETES,
+        SHELL.replace("vllm serve", "run.sh --max-num-seqs 1").replace('"-c"', '"-eEuc"'),
+        "a script without one",
+    ),
+    (
+        Format.KUBERNETES,
+        "kind: Deployment\nspec: {template: {spec: {containers: [{name: web, args: [-g]}]}}}\n",
+        "one that runs vLLM, got web",
+    ),
     (
         Format.PRODUCTION_STACK,
         LLM_D,

@@ -29,6 +29,8 @@ STARTS = [
     'sh -c "vllm serve $MODEL --port 1" vllm',
     "for m in a b; do vllm serve $m; done & wait",
     'ARGS="--max-num-seqs 256 --port 1"; vllm serve m $ARGS',
+    "vllm serve m ${MODEL:+--max-num-seqs ${CAP:-256}} ${UNSET:+--max-num-seqs=$CAP} --seed 1",
+    'vllm serve m --max-num-seqs "${CAP:-"256"}" --port 1',
     'case $MODEL in m) exec vllm serve "${MODEL:-a b}";; esac',
 ]
 OTHERS = [
@@ -81,8 +83,11 @@ def test_a_flag_that_a_variable_brings_is_not_the_last_one(start: str, tmp_path:
     assert caps == ["--max-num-seqs=256", "--max-num-seqs=48"]
 
 
-@pytest.mark.parametrize("value", ["$(nproc --all)", '"$(nproc)"', "`nproc`", "4$(nproc)"])
-def test_a_value_that_a_command_makes_is_refused(
+@pytest.mark.parametrize(
+    "value",
+    ["$(nproc --all)", '"$(nproc)"', "`nproc`", "4$(nproc)", '2"5"6', "${X:-4 --seed 1}"],
+)
+def test_a_value_that_cannot_be_told_from_what_follows_is_refused(
     value: str, tmp_path: Path, capsys: Output
 ) -> None:
     path = tmp_path / "mine.yaml"

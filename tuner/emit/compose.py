@@ -8,13 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 from tuner.emit import container
-from tuner.emit.edits import edit_container, label, no_place
+from tuner.emit.edits import edit_container, evidence, label, no_place, running
 from tuner.emit.flags import ASKED, one_key_note, without_expansion
 from tuner.emit.recommendation import API_KEY, API_KEY_ENV, Recommendation
 from tuner.emit.target import Names
 from tuner.emit.yaml_text import yaml_text
 
 _PATH = "services.NAME.command"
+_KEYS = ("command", "entrypoint")
 
 
 def write(rec: Recommendation, names: Names) -> str:
@@ -63,7 +64,7 @@ def edit(documents: list[Any], rec: Recommendation, names: Names) -> list[str]:
     holder = services[_chosen(services, names.workload)]
     if "command" not in holder and "entrypoint" not in holder:
         raise no_place(_PATH, "a service without a command")
-    edit_container(holder, rec.tuned, "services.NAME", ("command", "entrypoint"))
+    edit_container(holder, rec.tuned, "services.NAME", _KEYS)
     label(holder, _labels(rec))
     return []
 
@@ -79,16 +80,12 @@ def _chosen(services: dict[str, Any], wanted: str) -> str:
         raise no_place(f"services.{wanted}", f"services {', '.join(services)}")
     if wanted:
         return wanted
-    running = [
-        name
-        for name, service in services.items()
-        if _is_map(service)
-        and "vllm" in f"{name} {service.get('image')} {service.get('command')}"
-    ]
-    if len(running) != 1:
-        got = f"{len(running)} services that run vLLM among {', '.join(services)}"
+    maps = [name for name, service in services.items() if _is_map(service)]
+    fit = running(maps, lambda name: evidence(services[name], name, _KEYS))
+    if len(fit) != 1:
+        got = f"{len(fit)} services that run vLLM among {', '.join(services)}"
         raise no_place(_PATH, got, "name the one to change with --name")
-    return running[0]
+    return fit[0]
 
 
 def _is_map(value: object) -> bool:

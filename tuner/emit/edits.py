@@ -6,18 +6,33 @@ Works on YAML documents as mappings and lists, whatever library read them.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from tuner.emit.flags import flags
 from tuner.emit.recommendation import FACT_PREFIX
-from tuner.emit.script import masked, starts
-from tuner.engine.serve_config import LIVE_LIMIT_KEYS, hyphenated, twin
+from tuner.emit.script import EXPANDED, SCRIPT_FOLLOWS, masked, starts
+from tuner.engine.serve_config import (
+    LIVE_LIMIT_KEYS,
+    MAX_NUM_BATCHED_TOKENS,
+    MAX_NUM_SEQS,
+    hyphenated,
+    twin,
+)
 from tuner.errors import UsageError
 
+_T = TypeVar("_T")
+
 _SHELLS: Final = frozenset({"sh", "bash", "dash", "ash", "zsh"})
+
+_ENGINE_KINDS: Final = frozenset({"LLMInferenceService", "VLLMRuntime"})
+"""Kinds of which every object runs vLLM, so that several are several to choose from."""
+
+_BY_WORDS: Final = 3
+_BY_IMAGE: Final = 2
+_BY_NAME: Final = 1
 
 
 def no_place(expected: str, got: str, hint: str = "") -> UsageError:
@@ -35,8 +50,8 @@ def find_object(documents: Sequence[Any], kinds: Sequence[str], name: str) -> di
     """
     maps = [d for d in documents if isinstance(d, dict)]
     fit = [d for d in maps if d.get("kind") in kinds and name in ("", _name_of(d))]
-    if len(fit) > 1:
-        fit = [d for d in fit if "vllm" in str(d).lower()] or fit
+    if len(fit) > 1 and not _ENGINE_KINDS.intersection(kinds):
+        fit = running(fit, _evidence_in) or fit
     if len(fit) == 1:
         return fit[0]
     wanted = " or ".join(kinds) + (f" named {name}" if name else "")
@@ -68,15 +83,66 @@ def find_container(
     listed = descend(document, (*path, "containers"), shown)
     containers = [c for c in listed if isinstance(c, dict)] if isinstance(listed, list) else []
     fit = [c for c in containers if name in ("", c.get("name"))]
-    if len(fit) > 1:
-        fit = [c for c in fit if c.get("name") == "vllm"] or [
-            c for c in fit if "vllm" in str(c).lower()
-        ]
+    if not name:
+        ranks = [_rank_in_pod(c) for c in fit]
+        fit = [c for c, rank in zip(fit, ranks, strict=True) if rank == max(ranks) > 0]
+        fit = [c for c in fit if c.get("name") == "vllm"] or fit
     if len(fit) == 1:
         return fit[0]
     wanted = f"one named {name}" if name else "one that runs vLLM"
     names = ", ".join(str(c.get("name")) for c in containers) or "none"
     raise no_place(f"{shown}, {wanted}", names, "choose the container with --container")
+
+
+def running(candidates: Sequence[_T], evidence_of: Callable[[_T], int]) -> list[_T]:
+    """Return those that run vLLM by their words or image; else those that by their name do.
+
+    Each of several workloads may run an engine, so that better evidence rules out none.
+    """
+    ranks = [evidence_of(each) for each in candidates]
+    least = _BY_IMAGE if max(ranks, default=0) >= _BY_IMAGE else _BY_NAME
+    return [each for each, rank in zip(candidates, ranks, strict=True) if rank >= least]
+
+
+def evidence(
+    holder: Mapping[str, Any], name: object, keys: tuple[str, ...] = ("args", "command")
+) -> int:
+    """Return how surely a container runs vLLM: 3 by its words, 2 by its image, 1 by its name.
+
+    0 is for others: what only mentions vLLM, as a proxy in front of it does, runs another
+    program.
+    """
+    texts: list[str] = []
+    for key in reversed(keys):
+        value = holder.get(key)
+        texts += map(str, value) if isinstance(value, list) else [str(value or "")]
+    limits = (MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS)
+    has_limit = any(re.search(_whole_flag(key, 0), masked(t)) for t in texts for key in limits)
+    is_made_by_chart = holder.get("modelCommand") in {"vllmServe", "imageDefault"}
+    if has_limit or is_made_by_chart or any(map(starts, [*texts, " ".join(texts)])):
+        return _BY_WORDS
+    image = holder.get("image")
+    if isinstance(image, str) and "vllm" in image.lower():
+        return _BY_IMAGE
+    return _BY_NAME if "vllm" in str(name).lower() else 0
+
+
+def _rank_in_pod(container: Mapping[str, Any]) -> int:
+    """Return the evidence of a container among those of its pod, which runs one engine."""
+    name = container.get("name")
+    return max(evidence(container, name), _BY_IMAGE if name == "vllm" else 0)
+
+
+def _evidence_in(node: object) -> int:
+    """Return the best evidence of all containers in an object of Kubernetes."""
+    if isinstance(node, list):
+        return max(map(_evidence_in, node), default=0)
+    if not isinstance(node, dict):
+        return 0
+    if {"args", "command", "image"} & node.keys():
+        return evidence(node, node.get("name"))
+    parts = [value for key, value in node.items() if key != "initContainers"]
+    return max(map(_evidence_in, parts), default=0)
 
 
 def edit_container(
@@ -153,8 +219,14 @@ def _edit_lines(
 
 
 def _is_shell(words: str | Sequence[Any]) -> bool:
+    """Whether words, or those of a text, begin a shell that reads a script from the next one.
+
+    >>> [_is_shell(words) for words in ("/bin/bash -eEuc", ["tini", "--", "sh", "-lc"], "a -c")]
+    [True, True, False]
+    """
     texts = words.split() if isinstance(words, str) else [str(word) for word in words]
-    return "-c" in texts and texts[0].rpartition("/")[2] in _SHELLS
+    shells = [place for place, text in enumerate(texts) if text.rpartition("/")[2] in _SHELLS]
+    return bool(shells) and any(map(SCRIPT_FOLLOWS.fullmatch, texts[shells[0] + 1 :]))
 
 
 def edit_line(line: str, tuned: Mapping[str, object]) -> str:
@@ -188,7 +260,9 @@ def _with_values(line: str, tuned: Mapping[str, object]) -> str:
 def _with_flags(line: str, tuned: Mapping[str, object]) -> str:
     """Return the line with each flag at every start of vLLM that has none of its own."""
     for key, value in tuned.items():
-        flag, code, places = _flag_pattern(key), masked(line), starts(line)
+        # What a variable brings only where it is set is no flag for good.
+        code = re.sub(EXPANDED, lambda found: "\0" * len(found[0]), masked(line))
+        flag, places = _flag_pattern(key), starts(line)
         words = f" {' '.join(flags({key: value}))}"
         for start in reversed(places):
             if not flag.search(code, start.begin, start.end):
@@ -207,10 +281,14 @@ def _replaced(line: str, pattern: re.Pattern[str], text: str) -> str:
 
 
 _SEPARATOR: Final = r"(?:=|(?:\s|\\\n)++)"
-# A value whose end is known: it ends at an operator, and no other command makes a part of it.
+_DOLLAR: Final = r"\$(?![({])"
+_PLAIN: Final = r"[^{}\s`$]|" + _DOLLAR
+_VARIABLE: Final = rf"\$\{{(?:{_PLAIN}|\$\{{(?:{_PLAIN})*+\}})*+\}}"
+# A value whose end is known: it ends at an operator or the brace of an expansion around it, and
+# neither another command nor a part in other quotes makes a part of it.
 _VALUE: Final = (
-    r"(?:\"[^\"$`]*+(?:\$(?!\()[^\"$`]*+)*+\"|'[^']*+'"
-    r"|(?:[^\s\"'\\;&|()<>`$]|\$(?!\())++(?![`$(]))"
+    rf"(?:\"(?:[^\"$`\\]|{_DOLLAR}|{_VARIABLE})*+\"|'[^']*+'"
+    rf"|(?:[^\s\"'\\;&|()<>`${{}}]|{_DOLLAR}|{_VARIABLE})++)(?![\w`$(]|[\"'][\w$])"
 )
 
 
@@ -226,11 +304,11 @@ def _name_pattern(key: str) -> str:
 def _check_values(line: str, key: str) -> None:
     """Refuse a value that cannot be told from what follows it. Raises: UsageError."""
     name = _name_pattern(key)
-    unread = rf"{name}{_SEPARATOR}(?!{_VALUE})\S*?[`$\\\"']|{name}['\"]\s+['\"$\d]"
+    unread = rf"{name}{_SEPARATOR}(?!{_VALUE})\S*?[`$\\\"'{{}}]|{name}['\"]\s+['\"$\d]"
     if re.search(unread, masked(line)):
         raise no_place(
             f"a plain value behind --{key}, as in `--{key} 256`",
-            "`$(…)`, backquotes or quotes within quotes",
+            "`$(…)`, backquotes, braces or several parts in quotes",
             "write a number there, which is then replaced",
         )
 

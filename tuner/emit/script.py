@@ -14,21 +14,22 @@ from dataclasses import dataclass, field
 from typing import Final
 
 _NESTED: Final = r"\$\((?:[^()]|\((?:[^()]|\([^()]*+\))*+\))*+\)"
-_EXPANDED: Final = r"\$\{(?:[^{}\n]|\$\{[^{}\n]*+\})*+\}"
+EXPANDED: Final = r"\$\{(?:[^{}\n]|\$\{[^{}\n]*+\})*+\}"
 _TOKEN: Final = re.compile(
     r"(?P<blank>(?:[ \t\r]|\\\n)++)"
     r"|(?P<comment>#[^\n]*+)"
     r"|<<(?!<)-?[ \t]*+\\?['\"]?(?P<document>\w+)['\"]?"
     r"|(?P<redirection>\d*(?:<<<|>>|>\||[<>]&|<>|[<>])|&>>?)"
     r"|(?P<end>[\n;&|()])"
-    rf"|(?P<word>(?:'[^']*+'|\"(?:\\.|{_NESTED}|[^\"\\])*+\"|{_NESTED}|{_EXPANDED}|`[^`]*+`"
+    rf"|(?P<word>(?:'[^']*+'|\"(?:\\.|{_NESTED}|[^\"\\])*+\"|{_NESTED}|{EXPANDED}|`[^`]*+`"
     r"|\\.|[^\s;&|()<>'\"`\\])++)"
     r"|.",
     re.DOTALL,
 )
 _KEYWORDS: Final = frozenset({"if", "then", "else", "elif", "do", "while", "until", "!", "{"})
 _ASSIGNED: Final = re.compile(r"\w+\+?=(?P<text>.*)", re.DOTALL)
-_SCRIPT_FOLLOWS: Final = re.compile(r"-[a-z]*c|eval")
+SCRIPT_FOLLOWS: Final = re.compile(r"-[a-zA-Z]*c|eval")
+"""A word of a shell's command whose next one is a script: `-c`, `-lc`, `-eEuc`."""
 _MODULE: Final = re.compile(r"vllm\.entrypoints\.[\w.]+")
 _WRAPPERS: Final = re.compile(
     r"exec|command|env|nohup|time|timeout|nice|ionice|chrt|numactl|taskset|setsid|stdbuf|sudo"
@@ -149,7 +150,7 @@ def _read_command(script: str, words: list[_Word], read: _Read) -> None:
     """Note one command, and the starts of vLLM in it and in the scripts among its words."""
     read.commands.append([word.text for word in words])
     for before, word in zip([None, *words], words, strict=False):
-        if before is not None and _SCRIPT_FOLLOWS.fullmatch(before.text):
+        if before is not None and SCRIPT_FOLLOWS.fullmatch(before.text):
             _read_quoted(script, word, 0, read)
         elif assigned := _ASSIGNED.fullmatch(word.text):
             inner = _Read()
