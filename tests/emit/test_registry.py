@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from support.emit_parts import (
     CEILING,
@@ -103,6 +104,16 @@ def test_the_limits_are_read_from_where_an_edit_sets_them(
     path = tmp_path / "mine.yaml"
     path.write_text(emit(chosen, rec))
     assert limits_in(path, chosen, Names()) == WINNER
+
+
+def test_limits_in_an_array_of_a_script_are_read_and_comments_are_not(tmp_path: Path) -> None:
+    script = (
+        "set -e\n# --max-num-seqs 9\nARGS=(--max-num-seqs 256\n --max_num_batched_tokens=8K)"
+    )
+    path = tmp_path / "mine.yaml"
+    line = 'exec vllm serve Qwen/Qwen2.5-7B-Instruct "${ARGS[@]}"'
+    path.write_text(yaml.safe_dump({"services": {"llm": {"command": f"{script}\n{line}"}}}))
+    assert limits_in(path, Format.DOCKER_COMPOSE, Names()) == EngineLimits(256, 8192)
 
 
 @pytest.mark.parametrize("chosen", WRITTEN)

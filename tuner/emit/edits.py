@@ -260,9 +260,7 @@ def _with_values(line: str, tuned: Mapping[str, object]) -> str:
 def _with_flags(line: str, tuned: Mapping[str, object]) -> str:
     """Return the line with each flag at every start of vLLM that has none of its own."""
     for key, value in tuned.items():
-        # What a variable brings only where it is set is no flag for good.
-        code = re.sub(EXPANDED, lambda found: "\0" * len(found[0]), masked(line))
-        flag, places = _flag_pattern(key), starts(line)
+        flag, code, places = _flag_pattern(key), _code_for_good(line), starts(line)
         words = f" {' '.join(flags({key: value}))}"
         for start in reversed(places):
             if not flag.search(code, start.begin, start.end):
@@ -271,6 +269,11 @@ def _with_flags(line: str, tuned: Mapping[str, object]) -> str:
             end = len(line.rstrip())
             line = line[:end] + words + line[end:]
     return line
+
+
+def _code_for_good(line: str) -> str:
+    """Return the line without comments and what a variable brings only where it is set."""
+    return re.sub(EXPANDED, lambda found: "\0" * len(found[0]), masked(line))
 
 
 def _replaced(line: str, pattern: re.Pattern[str], text: str) -> str:
@@ -290,6 +293,18 @@ _VALUE: Final = (
     rf"(?:\"(?:[^\"$`\\]|{_DOLLAR}|{_VARIABLE})*+\"|'[^']*+'"
     rf"|(?:[^\s\"'\\;&|()<>`${{}}]|{_DOLLAR}|{_VARIABLE})++)(?![\w`$(]|[\"'][\w$])"
 )
+
+
+def last_value(line: str, key: str) -> str | None:
+    """Return the value of the last such flag of a command line, or None where it has none.
+
+    >>> last_value(
+    ...     "A=(--max-num-seqs '16'); vllm serve m $A # --max-num-seqs 2", "max-num-seqs"
+    ... )
+    '16'
+    """
+    found = [each[0] for each in _flag_pattern(key).finditer(_code_for_good(line))]
+    return re.split(r"[=\s]", found[-1])[-1].strip("'\"") if found else None
 
 
 def _flag_pattern(key: str) -> re.Pattern[str]:

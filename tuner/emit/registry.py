@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tuner.emit import aibrix, compose, flags, kserve, kubernetes, llm_d, production_stack, vllm
+from tuner.emit.edits import last_value
 from tuner.emit.merge import Merged, edit_named, merge, read_documents
 from tuner.emit.names import Format, PatchKind
 from tuner.emit.patch import Patched, patch
@@ -161,8 +162,11 @@ def merge_into(path: Path, chosen: Format, rec: Recommendation, names: Names) ->
 
 _MARKS: Final = EngineLimits(1_000_000_007, 1_000_000_009)
 """Ours: limits that no file has, by which the places of a file's own are found."""
-_LIMITS: Final = (MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS)
 _MARK: Final = re.compile(f"({_MARKS.max_num_seqs}|{_MARKS.max_num_batched_tokens})")
+_MARKED: Final = {
+    str(_MARKS.max_num_seqs): MAX_NUM_SEQS,
+    str(_MARKS.max_num_batched_tokens): MAX_NUM_BATCHED_TOKENS,
+}
 _NUMBER: Final = r"['\"]?([\w.]+)['\"]?"
 
 
@@ -185,17 +189,27 @@ def limits_in(path: Path, chosen: Format, names: Names) -> EngineLimits | None:
         if there := re.fullmatch(pattern, texts.get(place, "")):
             # Of a flag that stands twice vLLM takes the last.
             found |= zip(parts[1::2], map(human_integer, there.groups()), strict=True)
-    seqs = found.get(str(_MARKS.max_num_seqs))
-    tokens = found.get(str(_MARKS.max_num_batched_tokens))
+        elif len(parts) > 1:
+            # The edit put flags beside those that stand in a variable, or spelled them anew.
+            found |= _limits_of_line(texts.get(place, ""))
+    seqs, tokens = map(found.get, _MARKED)
     if seqs is not None and tokens is not None:
         return EngineLimits(seqs, tokens)
-    named = {key for key in _LIMITS if any(_spells(key, text) for text in texts.values())}
+    named = {
+        key for key in _MARKED.values() if any(_spells(key, text) for text in texts.values())
+    }
     if (seqs is None) is not (tokens is None) or len(named) == 1:
         raise UsageError(
             f"{path} sets one of the two limits alone",
-            f"set {' and '.join(_LIMITS)} there, so that it is known what is served",
+            f"set {' and '.join(_MARKED.values())} there, so that it is known what is served",
         )
     return None
+
+
+def _limits_of_line(line: str) -> dict[str, int | None]:
+    """Return the numbers behind the flags of both limits in a command line, by their marks."""
+    values = {mark: last_value(line, key) for mark, key in _MARKED.items()}
+    return {mark: human_integer(value) for mark, value in values.items() if value is not None}
 
 
 def _spells(key: str, text: str) -> bool:
