@@ -316,6 +316,21 @@ def test_whatever_else_a_file_says_it_says_afterwards(
     assert after.count("\r\n") == (after.count("\n") if dos else 0)
 
 
+@pytest.mark.parametrize("value", ["!reset null", "!!str 8000", "!vault x", "1"])
+def test_lines_beside_those_that_change_keep_their_blanks_and_tags(
+    value: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.yaml"
+    rest = f"        env: {{ A:  1,   B: 2 }}\n        ports: {value}\n"
+    text = f"services:\n    vllm:\n        image:   x\n        command: [ m, -v ]\n{rest}"
+    path.write_text(text)
+    merged = merge_into(path, Format.DOCKER_COMPOSE, PLAIN, Names())
+    assert changed(merged.before, merged.after) == [
+        "-        command: [ m, -v ]",
+        f"+        command: [m, -v, {', '.join(FLAGS)}]",
+    ]
+
+
 MIXED = """# mine\r
 model: m
 max-num-seqs: 4\r

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ruamel.yaml import YAML
+from ruamel.yaml.comments import TaggedScalar
 from ruamel.yaml.error import ReusedAnchorWarning, YAMLError
 
 from tuner.emit.hiding import Secrets, hidden, in_comment, secrets_in
@@ -222,9 +223,20 @@ def _dumped(yaml: YAML, documents: Sequence[Any]) -> str:
 def _values(text: str) -> list[Any]:
     """Return what a text says as YAML, or nothing where it is none."""
     try:
-        return list(YAML().load_all(text))
+        return [_comparable(each) for each in YAML().load_all(text)]
     except YAMLError:
         return []
+
+
+def _comparable(node: Any) -> Any:  # noqa: ANN401 - any YAML
+    """Return a document in which equal values with a tag are equal, too."""
+    if isinstance(node, dict):
+        return {key: _comparable(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_comparable(value) for value in node]
+    if isinstance(node, TaggedScalar):
+        return str(node.tag), str(node.value)
+    return node
 
 
 def own_remark(comment: str) -> bool:
@@ -275,8 +287,11 @@ def _kept(text: str, plain: str, wanted: str) -> str:
 
 
 def _places(ours: list[str], theirs: list[str]) -> dict[int, int]:
-    """Return where each line stands in the other text, alike but for its blanks."""
-    a, b = ([" ".join(line.split()) for line in lines] for lines in (ours, theirs))
+    """Return where each line stands in the other text, alike but for its blanks.
+
+    Between the signs of a flow mapping the user may have more of them, or none.
+    """
+    a, b = (["".join(line.split()) for line in lines] for lines in (ours, theirs))
     blocks = difflib.SequenceMatcher(None, a, b, autojunk=False).get_matching_blocks()
     return {block.a + i: block.b + i for block in blocks for i in range(block.size)}
 
