@@ -163,6 +163,18 @@ def test_the_next_tuning_replaces_the_remark_of_the_last_one_and_no_other(
     assert "# tuned for summer by Ann" in merge_into(path, Format.VLLM, rec, Names()).after
 
 
+@pytest.mark.parametrize("false", ["false", "off"])
+def test_a_false_that_vllm_does_not_read_stays_and_is_told(false: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"model: m\nenable_prefix_caching: {false}\nenforce-eager: {false}\n")
+    merged = merge_into(path, Format.VLLM, PLAIN, Names())
+    assert not [line for line in changed(merged.before, merged.after) if line[0] == "-"]
+    (note,) = merged.notes
+    assert note.startswith("`enable-prefix-caching: false` says nothing")
+    knob = replace(PLAIN, knobs={"enable-prefix-caching": False})
+    assert not merge_into(path, Format.VLLM, knob, Names()).notes
+
+
 def test_kserve_gets_flags_as_it_passes_them_on(tmp_path: Path) -> None:
     """Of a flag with underscores it takes no notice."""
     path = tmp_path / "service.yaml"

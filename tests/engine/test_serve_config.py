@@ -14,9 +14,11 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from support.emit_parts import vllm_serve_parser
 from tuner.engine.serve_config import (
     FLAGS_WITHOUT_NO,
     INTEGER_KEYS,
+    ON_OR_CHOSEN,
     as_deployed,
     limits,
     parse_engine_args,
@@ -50,6 +52,18 @@ def written(tmp_path: Path, text: str, name: str = "current.yaml") -> Path:
 def test_keys_come_out_hyphenated_and_in_the_users_order(tmp_path: Path) -> None:
     path = written(tmp_path, "port: 8000\nmodel: m\nmax_num_seqs: 64\nkv-x.inner_key: 1\n")
     assert list(read_config(path).values) == ["port", "model", "max-num-seqs", "kv-x.inner_key"]
+
+
+def test_a_false_in_a_file_is_the_default_as_for_vllm_serve_and_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = written(tmp_path, "model: m\nenable_prefix_caching: off\nenforce-eager: false\n")
+    assert [read_config(path).values for _ in range(2)] == [{"model": "m"}] * 2
+    (said,) = caplog.messages
+    assert said.startswith(
+        f"{path}: `enable-prefix-caching: false` says nothing to `vllm serve"
+    )
+    assert said.endswith("write `no-enable-prefix-caching: true`")
 
 
 @pytest.mark.parametrize(
@@ -214,7 +228,7 @@ def vllm_parser() -> Any:
 
 @pytest.mark.engine
 def test_vllm_itself_agrees_on_the_words_of_a_configuration(tmp_path: Path) -> None:
-    parser = vllm_parser()
+    parser, serve = vllm_parser(), vllm_serve_parser()
     names = sorted(
         o[2:] for action in parser._actions for o in action.option_strings if o[:2] == "--"
     )
@@ -236,7 +250,7 @@ def test_vllm_itself_agrees_on_the_words_of_a_configuration(tmp_path: Path) -> N
         switched: dict[str, bool], given_: dict[str, object], flags: dict[str, bool]
     ) -> None:
         path = written(tmp_path, yaml.safe_dump(switched | given_ | flags, sort_keys=False))
-        assert to_argv(read_config(path).values) == parser.load_config_file(str(path))
+        assert to_argv(read_config(path).values) == serve.load_config_file(str(path))
 
     agree()
 
@@ -251,6 +265,8 @@ def test_the_flags_and_integers_we_list_are_those_of_the_installed_vllm() -> Non
         n for n, a in names.items() if a.nargs == 0 and n != "help" and f"no-{n}" not in names
     }
     assert {n for n in only_on if not n.startswith("no-")} <= FLAGS_WITHOUT_NO
+    switches = {n: names[n].default for n in names if f"no-{n}" in names}
+    assert {n for n, default in switches.items() if default is not False} <= ON_OR_CHOSEN
     for key in sorted(INTEGER_KEYS & {*names}):
         assert names[key].type("8192") == 8192
         with pytest.raises((ValueError, argparse.ArgumentTypeError)):

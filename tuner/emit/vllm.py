@@ -21,7 +21,9 @@ from tuner.engine.serve_config import (
     LIVE_LIMIT_KEYS,
     MAX_NUM_BATCHED_TOKENS,
     MAX_NUM_SEQS,
+    ON_OR_CHOSEN,
     changed,
+    false_says_nothing,
     hyphenated,
     negated,
     twin,
@@ -162,7 +164,7 @@ def edit(documents: list[Any], rec: Recommendation, _: Names) -> list[str]:
         del root[key]
     _set(root, rec.tuned)
     _remark(root, rec)
-    return []
+    return _without_effect(root)
 
 
 def edit_exact(documents: list[Any], rec: Recommendation, _: Names) -> list[str]:
@@ -170,7 +172,18 @@ def edit_exact(documents: list[Any], rec: Recommendation, _: Names) -> list[str]
     root = _root(documents)
     _set(root, {**rec.knobs, **exact_limits(rec, exact_start(rec))})
     _remark(root, rec)
-    return []
+    return _without_effect(root)
+
+
+def _without_effect(root: Mapping[str, object]) -> list[str]:
+    """Return notes on what is false there and vLLM does not take for false."""
+    # PyYAML, by which vLLM reads, takes these words for false, and ruamel.yaml for texts.
+    false = [
+        hyphenated(str(key))
+        for key, value in root.items()
+        if value is False or (type(value) is str and value.lower() in {"off", "no"})
+    ]
+    return [false_says_nothing(key) for key in false if key in ON_OR_CHOSEN]
 
 
 def _root(documents: list[Any]) -> dict[str, Any]:

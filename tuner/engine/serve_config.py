@@ -7,15 +7,19 @@ spells keys and values as vLLM's parser does; finds the two limits among them.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Final
 
 from tuner.errors import UsageError
 from tuner.files import parse_yaml
 from tuner.redact import redacted
+
+_log = logging.getLogger(__name__)
 
 MAX_NUM_SEQS: Final = "max-num-seqs"
 MAX_NUM_BATCHED_TOKENS: Final = "max-num-batched-tokens"
@@ -64,6 +68,32 @@ FLAGS_WITHOUT_NO: Final = frozenset(
 Source: the store_true actions of vLLM 0.32.0's make_arg_parser.
 """
 
+ON_OR_CHOSEN: Final = frozenset(
+    {
+        "async-scheduling",
+        "cohere-is-reasoning-model",
+        "dcp-q-replicate",
+        "disable-cascade-attn",
+        "disable-hybrid-kv-cache-manager",
+        "disable-nccl-for-dp-synchronization",
+        "enable-batch-sharded-sampling",
+        "enable-chunked-prefill",
+        "enable-flash-late-interaction",
+        "enable-flashinfer-autotune",
+        "enable-log-deltas",
+        "enable-lora",
+        "enable-prefix-caching",
+        "mm-device-do-normalize",
+        "scheduler-reserve-full-isl",
+        "swa-bounded-replay",
+        "use-tqdm-on-load",
+    }
+)
+"""Switches that are on by default, or that vLLM chooses, so that false is not the same.
+
+Source: the switches of vLLM 0.32.0's make_arg_parser whose default is not False.
+"""
+
 _HUMAN_INTEGER = re.compile(r"(\d+)(?:(\.\d+)?([kmgt])|([KMGT]))?")
 
 
@@ -78,7 +108,7 @@ def hyphenated(key: str) -> str:
 
 
 def to_argv(values: Mapping[str, object]) -> list[str]:
-    """Return the words that vLLM's own config loading would put on its command line.
+    """Return the words that these values are on vLLM's command line, a false as `--no-KEY`.
 
     Source: vLLM vllm/utils/argparse_utils.py, FlexibleArgumentParser.load_config_file.
 
@@ -200,8 +230,24 @@ class ServeConfig:
     values: dict[str, object] = field(default_factory=dict)
 
 
+def false_says_nothing(key: str) -> str:
+    """Return the sentence on a false in a file, where the default is something else."""
+    return (
+        f"`{key}: false` says nothing to `vllm serve --config`, which takes the default; "
+        f"where false is meant, write `no-{key}: true`"
+    )
+
+
+@cache
+def _warn_of_false(path: Path, key: str) -> None:
+    """Say once that a false in a file has no effect."""
+    _log.warning("%s: %s", path, false_says_nothing(key))
+
+
 def read_config(path: Path) -> ServeConfig:
     """Return what a `vllm serve --config` file says.
+
+    A false says nothing there: the server takes its default, and so does what is measured.
 
     vLLM would read some mistakes as something else (a null as the text None, the second of two
     equal keys) and die of others in mid-start (32.0 for an integer); here all are refused.
@@ -230,7 +276,10 @@ def read_config(path: Path) -> ServeConfig:
             )
         _check_value(str(path), key, value)
         values[key] = value
-    return ServeConfig(values)
+    for key, value in values.items():
+        if value is False and key in ON_OR_CHOSEN:
+            _warn_of_false(path, key)
+    return ServeConfig({key: value for key, value in values.items() if value is not False})
 
 
 @dataclass(frozen=True, slots=True)
