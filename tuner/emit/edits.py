@@ -30,7 +30,8 @@ _SHELLS: Final = frozenset({"sh", "bash", "dash", "ash", "zsh"})
 _ENGINE_KINDS: Final = frozenset({"LLMInferenceService", "VLLMRuntime"})
 """Kinds of which every object runs vLLM, so that several are several to choose from."""
 
-_BY_WORDS: Final = 3
+_BY_START: Final = 4
+_BY_FLAG: Final = 3
 _BY_IMAGE: Final = 2
 _BY_NAME: Final = 1
 
@@ -107,20 +108,21 @@ def running(candidates: Sequence[_T], evidence_of: Callable[[_T], int]) -> list[
 def evidence(
     holder: Mapping[str, Any], name: object, keys: tuple[str, ...] = ("args", "command")
 ) -> int:
-    """Return how surely a container runs vLLM: 3 by its words, 2 by its image, 1 by its name.
+    """Return how surely a container runs vLLM, 0 to 4.
 
-    0 is for others: what only mentions vLLM, as a proxy in front of it does, runs another
-    program.
+    4 by words that start it, 3 by one of its limits, 2 by its image, 1 by its name. What only
+    mentions vLLM, as a proxy in front of it does, runs another program.
     """
     texts: list[str] = []
     for key in reversed(keys):
         value = holder.get(key)
         texts += map(str, value) if isinstance(value, list) else [str(value or "")]
-    limits = (MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS)
-    has_limit = any(re.search(_whole_flag(key, 0), masked(t)) for t in texts for key in limits)
-    is_made_by_chart = holder.get("modelCommand") in {"vllmServe", "imageDefault"}
-    if has_limit or is_made_by_chart or any(map(starts, [*texts, " ".join(texts)])):
-        return _BY_WORDS
+    is_made_by_chart = holder.get("modelCommand") in ("vllmServe", "imageDefault")
+    if is_made_by_chart or any(map(starts, [*texts, " ".join(texts)])):
+        return _BY_START
+    limits = [re.compile(_whole_flag(key, 0)) for key in (MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS)]
+    if any(limit.search(masked(text)) for text in texts for limit in limits):
+        return _BY_FLAG
     image = holder.get("image")
     if isinstance(image, str) and "vllm" in image.lower():
         return _BY_IMAGE
