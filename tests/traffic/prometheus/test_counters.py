@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -12,6 +13,7 @@ from tuner.traffic.prometheus.client import Span
 from tuner.traffic.prometheus.counters import (
     arrivals,
     levels_in_flight,
+    pooled,
     rises,
     stretches,
     uncovered_s,
@@ -81,8 +83,8 @@ def test_a_request_arrives_when_it_is_in_flight_and_not_when_it_finishes() -> No
 def test_a_restart_counts_what_the_new_process_has_finished_and_holds() -> None:
     found = windows_of(engine([0, 10, 20], [50, 60, 2], [8, 8, 3]), 10)
     assert found.arrived.tolist() == [10, 5]
-    assert found.prompt.counts.tolist() == [[0, 10, 0], [0, 2, 0]]
-    assert found.prompt.totals.tolist() == [30, 6]
+    assert found.prompt[0].counts.tolist() == [[0, 10, 0], [0, 2, 0]]
+    assert found.prompt[0].totals.tolist() == [30, 6]
     assert found.restarts == 1
 
 
@@ -90,6 +92,21 @@ def test_a_restart_is_known_by_any_range_that_shrinks() -> None:
     before = engine([0, 10], [10, 12], None)
     before.output.upto[:] = [[10, 10, 10], [0, 12, 12]]
     assert windows_of(before, 10).arrived.tolist() == [12]
+
+
+def test_an_engine_that_begins_anew_with_other_bounds_loses_neither_life() -> None:
+    """As a server does that is started again with another max_model_len."""
+    nan = np.nan
+    before = engine([0, 10, 20, 30], [10, 15, 1, 4], None)
+    upto = np.array([[0, nan, 10], [0, nan, 15], [0, 1, 1], [0, 2, 4]])
+    lengths = LengthReadings((2.0, 5.0, np.inf), upto, 3.0 * before.finished)
+    found = windows_of(replace(before, prompt=lengths), 10)
+    assert found.arrived.tolist() == [5, 1, 3]
+    assert found.restarts == 1
+    joined = pooled([found], lambda engine: engine.prompt, np.array([0, 0, 1, 1]))
+    assert [h.counts.sum() for h in joined] == [5, 4]
+    assert [h.counts[h.highs == 5.0].sum() for h in joined] == [0, 2]
+    assert [h.total for h in joined] == [15, 12]
 
 
 def test_what_came_in_a_gap_is_missed_and_not_placed() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -23,9 +24,11 @@ GAP_STEPS = 2.5
 class LengthRises:
     """How many lengths fell into each range between scrapes, and what they add up to.
 
-    Shapes: bounds [b], the upper ends; counts [w, b]; totals [w], nan where unknown.
+    Shapes: rows [w], the places in the span where the windows with these bounds end;
+        bounds [b], the upper ends; counts [w, b]; totals [w], nan where unknown.
     """
 
+    rows: Ints
     bounds: tuple[float, ...]
     counts: Floats
     totals: Floats
@@ -36,7 +39,8 @@ class EngineWindows:
     """What one engine did between one scrape and the next.
 
     `arrived` is 0 in gaps; `missed` is what came in all gaps. `restarts` counts how often
-    the counters began anew. `has_gauges`: arrivals could be separated from finishes.
+    the counters began anew. `has_gauges`: arrivals could be separated from finishes. Each
+    window is in one of `prompt`, and in one of `output`, which differ in their bounds.
 
     Shapes: all [w], w >= 1; rows are the places in the span where the windows end.
     Units: Unix seconds.
@@ -48,8 +52,8 @@ class EngineWindows:
     is_gap: Bools
     finished: Floats
     arrived: Ints
-    prompt: LengthRises
-    output: LengthRises
+    prompt: tuple[LengthRises, ...]
+    output: tuple[LengthRises, ...]
     missed: int
     restarts: int
     has_gauges: bool
@@ -79,8 +83,8 @@ def windows_of(engine: EngineReadings, step_s: float) -> EngineWindows:
         is_gap=is_gap,
         finished=rises(engine.finished, is_restart),
         arrived=arrivals(came),
-        prompt=_length_rises(engine.prompt, is_restart),
-        output=_length_rises(engine.output, is_restart),
+        prompt=_length_rises(engine.rows[1:], engine.prompt, is_restart),
+        output=_length_rises(engine.rows[1:], engine.output, is_restart),
         missed=missed,
         restarts=int(is_restart.sum()),
         has_gauges=in_flight is not None,
@@ -117,10 +121,26 @@ def arrivals(came: Floats) -> Ints:
     return np.diff(np.rint(upto).astype(np.int64))
 
 
-def _length_rises(lengths: LengthReadings, is_restart: Bools) -> LengthRises:
-    upto = rises(lengths.upto, is_restart)
-    counts = np.maximum(np.diff(upto, axis=1, prepend=0.0), 0.0)
-    return LengthRises(lengths.bounds, counts, rises(lengths.totals, is_restart))
+def _length_rises(
+    rows: Ints, lengths: LengthReadings, is_restart: Bools
+) -> tuple[LengthRises, ...]:
+    """Return the rises of windows that end at these rows, those of the same bounds together.
+
+    A window has the bounds of both its readings, after a restart those of the second.
+    """
+    rose, totals = rises(lengths.upto, is_restart), rises(lengths.totals, is_restart)
+    # More than there are in all was counted by a process before, and not yet forgotten.
+    known = lengths.upto <= lengths.upto[:, -1:]
+    sets, set_of = np.unique(
+        known[1:] & (known[:-1] | is_restart[:, None]), axis=0, return_inverse=True
+    )
+    found = []
+    for number, has in enumerate(sets):
+        mine = np.flatnonzero(set_of.reshape(-1) == number)
+        counts = np.maximum(np.diff(rose[mine][:, has], axis=1, prepend=0.0), 0.0)
+        bounds = tuple(np.array(lengths.bounds)[has].tolist())
+        found.append(LengthRises(rows[mine], bounds, counts, totals[mine]))
+    return tuple(found)
 
 
 def uncovered_s(starts_s: Floats, ends_s: Floats) -> float:
@@ -157,7 +177,7 @@ def stretches(counts: Floats, least: float) -> Ints:
 
 def pooled(
     engines: Sequence[EngineWindows],
-    lengths_of: Callable[[EngineWindows], LengthRises],
+    lengths_of: Callable[[EngineWindows], Sequence[LengthRises]],
     stretch_of: Ints,
 ) -> list[Histogram]:
     """Return the histogram of each stretch over all engines, whose ranges may differ.
@@ -167,8 +187,8 @@ def pooled(
     k = int(stretch_of.max()) + 1
     totals = np.zeros(k)
     by_bounds: dict[tuple[float, ...], Floats] = {}
-    for engine in engines:
-        found, at = lengths_of(engine), stretch_of[engine.rows]
+    for found in chain.from_iterable(map(lengths_of, engines)):
+        at = stretch_of[found.rows]
         counts = by_bounds.setdefault(found.bounds, np.zeros((k, len(found.bounds))))
         np.add.at(counts, at, found.counts)
         np.add.at(totals, at, found.totals)

@@ -64,8 +64,12 @@ class Selection:
 class LengthReadings:
     """A histogram of tokens as it stood at each scrape.
 
-    Shapes: bounds [b], ascending, the last inf; upto [m, b], how many were at most the bound;
-        totals [m], the sum of all lengths, nan where it is not there.
+    vLLM's bounds follow max_model_len, so that an engine started anew may have others: these
+    are all that it ever had.
+
+    Shapes: bounds [b], ascending, the last inf; upto [m, b], how many were at most the bound,
+        nan where it was none then, never for inf; totals [m], the sum of all lengths, nan
+        where it is not there.
     """
 
     bounds: tuple[float, ...]
@@ -204,7 +208,7 @@ def _engine(
     """Keep the rows of a span in which an engine was scraped anew; None below two."""
     is_known = np.isfinite(scraped_s) & np.isfinite(finished)
     for lengths in (prompt, output):
-        is_known &= np.isfinite(lengths.upto).all(axis=1)
+        is_known &= np.isfinite(lengths.upto[:, -1])
     if in_flight is not None:
         is_known &= np.isfinite(in_flight)
     rows = np.flatnonzero(is_known)

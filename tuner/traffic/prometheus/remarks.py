@@ -56,8 +56,8 @@ def on_lengths(
         "keeps its share and the whole its mean, where within a range they lie is a guess"
     )
     named = {
-        "prompts": ([engine.prompt for engine in windows], columns.prompt_tokens),
-        "outputs": ([engine.output for engine in windows], columns.output_tokens),
+        "prompts": ([rises for w in windows for rises in w.prompt], columns.prompt_tokens),
+        "outputs": ([rises for w in windows for rises in w.output], columns.output_tokens),
     }
     for name, (found, tokens) in named.items():
         if text := _beyond(name, found, tokens):
