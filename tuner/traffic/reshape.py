@@ -46,7 +46,6 @@ def merge(traces: Sequence[Trace], starts_s: Sequence[float] | None = None) -> T
     due_s = np.concatenate([t.due_s + s for t, s in zip(traces, starts, strict=True)])
     order = np.argsort(due_s, kind="stable")
     hashes, turns = _hashes(traces), _turns(traces)
-    origins = {trace.origin for trace in traces}
     return Trace(
         due_s=due_s[order] - due_s[order[0]],
         prompt_tokens=np.concatenate([t.prompt_tokens for t in traces])[order],
@@ -61,16 +60,22 @@ def merge(traces: Sequence[Trace], starts_s: Sequence[float] | None = None) -> T
         format="+".join(sorted({trace.format for trace in traces})),
         sha256=hashlib.sha256("".join(t.sha256 for t in traces).encode()).hexdigest(),
         notes=reduce(ReadNotes.and_those_of, [trace.notes for trace in traces]),
-        origin=origins.pop() if len(origins) == 1 else ClockOrigin.OWN,
+        origin=traces[0].origin if have_one_clock(traces) else ClockOrigin.OWN,
         zero_s=zero_s + float(due_s[order[0]]),
         hash_scope=_scope(traces),
     )
 
 
 def have_one_clock(traces: Sequence[Trace]) -> bool:
-    """Return whether the traces' own clocks tell when each of them starts."""
-    origins = {trace.origin for trace in traces}
-    return len(origins) == 1 and ClockOrigin.OWN not in origins
+    """Return whether the traces' own clocks tell when each of them starts.
+
+    The calendar is one for all; a clock that a data set shares is one for its format.
+    """
+    clocks = {
+        (trace.origin, trace.format if trace.origin is ClockOrigin.SHARED else "")
+        for trace in traces
+    }
+    return len(clocks) == 1 and traces[0].origin is not ClockOrigin.OWN
 
 
 def _starts(traces: Sequence[Trace]) -> tuple[list[float], float]:

@@ -17,6 +17,7 @@ import pytest
 
 from tuner.cli import run
 from tuner.errors import TraceError, UsageError
+from tuner.traffic.describe import prefix_reuse_ratio
 from tuner.traffic.formats import (
     Columns,
     ReadOptions,
@@ -27,7 +28,7 @@ from tuner.traffic.formats import (
 )
 from tuner.traffic.formats import registry as registry_module
 from tuner.traffic.formats.sources import write_trace
-from tuner.traffic.traces import Trace
+from tuner.traffic.traces import ClockOrigin, Trace
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -230,6 +231,54 @@ def test_options_for_what_is_in_none_of_the_files_are_refused(tmp_path: Path) ->
         read_traces([plain], None, ReadOptions(sample_s=60.0))
     with pytest.raises(UsageError, match="--sessions-over is for sessions"):
         read_traces([plain, hashed], sessions_over_s=60.0)
+
+
+def test_files_that_number_their_blocks_from_zero_share_them_in_a_named_folder_alone(
+    tmp_path: Path,
+) -> None:
+    row = '{{"timestamp": {}, "input_length": 600, "output_length": 52, "hash_ids": [0, 1]}}\n'
+    first, second = (written(tmp_path, row.format(at), f"{at}.jsonl") for at in (1000, 2000))
+    apart, shared = read_traces([first, second]), read_traces([tmp_path])
+    assert prefix_reuse_ratio(apart) == 0.0
+    assert prefix_reuse_ratio(shared) == 0.5
+    for trace in (apart, shared):
+        assert "hash ids of 2 files do not say whether" in trace.notes.remarks[0]
+    stated = '{"trace_header": {"version": 1, "hash_scope": "one"}}\n'
+    parts = [written(tmp_path, stated + row.format(at), f"{at}.jsonl") for at in (0, 1)]
+    assert prefix_reuse_ratio(read_traces(parts)) == 0.5
+
+
+def test_recordings_of_many_sessions_begin_together_and_are_not_overlaid_at_random(
+    tmp_path: Path,
+) -> None:
+    row = '{{"arrived_at_s": {}, "input_length": 5, "output_length": 7{}}}\n'
+    text = "".join(row.format(*one) for one in ((0, ""), (9, ""), (20, ', "after": 0')))
+    days = [written(tmp_path, text, f"{day}.jsonl") for day in "ab"]
+    both = read_traces(days)
+    assert both.due_s.tolist() == [0, 0, 9, 9, 20, 20]
+    assert "clocks of their own begin together" in both.notes.remarks[-1]
+
+
+def test_clocks_of_different_data_sets_are_not_one(tmp_path: Path) -> None:
+    burst = "Timestamp,Model,Request tokens,Response tokens\n{},GPT-4,5,7\n{},GPT-4,5,7\n"
+    files = [written(tmp_path, burst.format(at, at + 1), f"{at}.csv") for at in (100, 300)]
+    assert read_traces(files).due_s.tolist() == [0, 1, 200, 201]
+    vidur = "arrived_at,num_prefill_tokens,num_decode_tokens\n0,5,7\n"
+    both = read_traces([files[0], written(tmp_path, vidur, "vidur.csv")])
+    assert both.due_s.tolist() == [0, 0, 1]
+    assert both.origin is ClockOrigin.OWN
+
+
+def test_only_the_files_whose_clock_is_coarse_are_spread(tmp_path: Path) -> None:
+    row = '{{"arrived_at_s": {}, "input_length": 5, "output_length": 7}}\n'
+    coarse = "".join(row.format(10 * (i // 2)) for i in range(100))
+    fine = "".join(row.format(0.37 * i + 0.01 * (i % 3)) for i in range(100))
+    files = [written(tmp_path, text, f"{len(text)}.jsonl") for text in (coarse, fine)]
+    trace = read_traces(files, spread_seed=1)
+    alone = read_traces(files[:1], spread_seed=1)
+    assert np.unique(alone.due_s).size == 100
+    assert set(alone.due_s) < set(trace.due_s)
+    assert set(read_traces(files[1:]).due_s) < set(trace.due_s)
 
 
 def test_images_are_remarked_on_and_not_replayed(tmp_path: Path) -> None:

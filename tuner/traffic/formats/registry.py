@@ -32,8 +32,8 @@ from tuner.traffic.formats.sources import Source, expand, plain_file
 from tuner.traffic.formats.splitwise import SPLITWISE
 from tuner.traffic.formats.vidur import VIDUR
 from tuner.traffic.formats.weka import WEKA
-from tuner.traffic.reshape import have_one_clock, merge, spread
-from tuner.traffic.traces import Trace
+from tuner.traffic.reshape import clock_tick_s, have_one_clock, merge, spread
+from tuner.traffic.traces import ClockOrigin, Trace
 
 FORMATS: tuple[TraceFormat, ...] = (
     *(AZURE, BURSTGPT, VIDUR, SPLITWISE, SERVEGEN, CONCURRENCY),
@@ -117,9 +117,11 @@ def read_traces(
     spread_seed: int | None = None,
     sessions_over_s: float | None = None,
 ) -> Trace:
-    """Return the trace in all files and folders together; see `merging` for their clocks.
+    """Return the trace in all files and folders together; see `merge` for their clocks.
 
-    With `spread_seed` a quantised clock is spread. Recordings of single sessions, whose clocks
+    Hash ids of a recording with a clock of its own are taken as its own as well, unless it says
+    otherwise: they are the same blocks only in files of one folder that is named as such. With
+    `spread_seed` each quantised clock is spread. Recordings of single sessions, whose clocks
     say nothing about each other, start evenly at random over `sessions_over_s`, or where that
     is None over the median length of a session.
 
@@ -127,7 +129,9 @@ def read_traces(
         UsageError for an unknown name.
     """
     options = options if options is not None else ReadOptions()
-    traces = [read_trace(path, format, options) for path in expand(paths)]
+    traces = _scoped([_read_all(expand([path]), format, options) for path in paths])
+    if spread_seed is not None:
+        traces = _spread_out(traces, spread_seed)
     if options.sample_s is not None and sum(bool(t.notes.sampled_from) for t in traces) > 1:
         raise UsageError(
             f"--sample draws the busiest stretch of one file, got {len(traces)}, whose busiest "
@@ -143,7 +147,59 @@ def read_traces(
         if len(traces) > 1 and not have_one_clock(traces):
             message = f"{len(traces)} recordings with clocks of their own begin together"
             trace = replace(trace, notes=trace.notes.with_remark(message))
-    return trace if spread_seed is None else spread(trace, spread_seed)
+    return trace
+
+
+def _read_all(
+    paths: Sequence[Path],
+    format: str | None,  # noqa: A002 as in read_trace
+    options: ReadOptions,
+) -> list[Trace]:
+    return [read_trace(path, format, options) for path in paths]
+
+
+def _scoped(sets: Sequence[Sequence[Trace]]) -> list[Trace]:
+    """Return the traces of all sets; unscoped ids are the same blocks within a set alone.
+
+    What is assumed of ids that say nothing of it is remarked on.
+    """
+    unscoped = sum(_is_unscoped(trace) for traces in sets for trace in traces)
+    if unscoped < 2:
+        return [trace for traces in sets for trace in traces]
+    message = (
+        f"hash ids of {unscoped} files do not say whether equal ones are the same blocks: "
+        "taken as the same in the files of a named folder, and as others from file to file"
+    )
+    found = []
+    for traces in sets:
+        scope = traces[0].sha256 if len(sets) > 1 else ""
+        for trace in traces:
+            if not _is_unscoped(trace):
+                found.append(trace)
+                continue
+            notes = trace.notes.with_remark(message)
+            found.append(replace(trace, hash_scope=scope, notes=notes))
+    return found
+
+
+def _is_unscoped(trace: Trace) -> bool:
+    """Return whether a recording leaves it open where else its hash ids mean the same."""
+    is_own = trace.origin is ClockOrigin.OWN
+    return trace.hashes is not None and is_own and not trace.hash_scope
+
+
+def _spread_out(traces: Sequence[Trace], seed: int) -> list[Trace]:
+    """Return the traces, those with quantised clocks spread, each with a seed of its own.
+
+    Raises: TraceError if no clock is quantised.
+    """
+    ticks = [clock_tick_s(trace.due_s) is not None for trace in traces]
+    if not any(ticks):
+        return [spread(trace, seed) for trace in traces]
+    return [
+        spread(trace, seed + place) if has_ticks else trace
+        for place, (trace, has_ticks) in enumerate(zip(traces, ticks, strict=True))
+    ]
 
 
 def _check_applies(
@@ -170,8 +226,14 @@ def _check_applies(
 
 
 def _are_sessions(traces: Sequence[Trace]) -> bool:
-    """Return whether each trace is one session, in which each request waits for another."""
-    return all(len(t) == 1 or t.turns is not None for t in traces)
+    """Return whether each trace is one session: all its requests but the first wait."""
+    return all(
+        trace.format == WEKA.name or len(trace) - _waiting(trace) == 1 for trace in traces
+    )
+
+
+def _waiting(trace: Trace) -> int:
+    return trace.turns.waiting if trace.turns is not None else 0
 
 
 def _overlapped(traces: Sequence[Trace], over_s: float | None, seed: int) -> Trace:
