@@ -87,11 +87,12 @@ def _closed_warning(trace: Trace) -> TraceWarning | None:
 
 
 def _aborted_warning(trace: Trace) -> TraceWarning | None:
-    if trace.notes.aborted <= _MANY_ABORTED * trace.notes.rows:
+    notes = trace.notes
+    if notes.aborted <= _MANY_ABORTED * (notes.rows - sum(notes.dropped.values())):
         return None
     return TraceWarning(
         Caveat.ANSWERS_CUT,
-        f"clients left before {trace.notes.aborted:,} answers were whole: what they asked for "
+        f"clients left before {notes.aborted:,} answers were whole: what they asked for "
         "is not recorded, compare with --aborted keep, which is the least that it was",
     )
 

@@ -307,9 +307,15 @@ def thin(
             "choose fewer replicas",
         )
     message = f"thinned to replica {replica} of {replicas} behind a {router} router"
-    reason = "sent to other replicas"
-    notes = trace.notes.with_remark(message).with_dropped(reason, len(trace) - rows.size)
+    notes = _thinned(trace.notes, len(trace) - rows.size).with_remark(message)
     return replace(trace.slice_rows(rows), notes=notes)
+
+
+def _thinned(notes: ReadNotes, gone: int) -> ReadNotes:
+    """Return the notes of a share: of answers cut short it has as many in a hundred."""
+    kept = notes.rows - sum(notes.dropped.values())
+    aborted = round(notes.aborted * (kept - gone) / kept) if kept > 0 else notes.aborted
+    return replace(notes.with_dropped("sent to other replicas", gone), aborted=aborted)
 
 
 def _places(trace: Trace, replicas: int, router: Router, pace_s: float) -> Ints:

@@ -18,6 +18,7 @@ from tuner.traffic.describe import describe
 from tuner.traffic.formats import ReadOptions, read_trace
 from tuner.traffic.formats.columns import drawn_lengths
 from tuner.traffic.formats.sources import write_trace
+from tuner.traffic.reshape import Router, thin
 from tuner.traffic.traces import Aborted, Trace
 
 
@@ -67,6 +68,22 @@ def test_a_part_of_a_recording_that_is_written_has_its_share_of_them(tmp_path: P
     assert Caveat.ANSWERS_CUT not in caveats(read_trace(part))
     write_trace(trace, part)
     assert read_trace(part).notes.aborted == 5
+
+
+def test_the_share_of_them_is_of_the_rows_that_are_kept(tmp_path: Path) -> None:
+    path, part = tmp_path / "prod.jsonl", tmp_path / "part.jsonl"
+    row = {"input_length": 10, "output_length": 20}
+    rows = [{"arrived_at_s": i, **row, "model": "ab"[i % 2]} for i in range(1000)]
+    for i in range(0, 16, 2):
+        rows[i]["status"] = "abort"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    one_model = read_trace(path, options=ReadOptions(only_model="a"))
+    assert Caveat.ANSWERS_CUT in caveats(one_model)  # 8 of 500, though of 1,000 rows
+    assert Caveat.ANSWERS_CUT not in caveats(read_trace(path))
+    write_trace(one_model, part)
+    assert read_trace(part).notes.aborted == 8
+    share = thin(one_model, 4, Router.ROUND_ROBIN, 0, 0.02)
+    assert share.notes.aborted == 2
 
 
 def test_they_can_be_kept_as_short_or_left_out(

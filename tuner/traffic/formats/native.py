@@ -110,7 +110,8 @@ def _aborted(trace: Trace) -> int:
     Which they were is not known any more.
     """
     notes = trace.notes
-    return round(notes.aborted * len(trace) / notes.rows) if notes.rows else notes.aborted
+    kept = notes.rows - sum(notes.dropped.values())
+    return round(notes.aborted * len(trace) / kept) if kept > 0 else notes.aborted
 
 
 def _row(trace: Trace, i: int, size: object) -> dict[str, object]:
