@@ -157,7 +157,8 @@ def run_from_concurrency(options: ConcurrencyOptions) -> int:
     # Of the trace the lengths count and not when they came: the clock is the recording's.
     reading = replace(options.reading, rows=replace(rows, time_unit=None))
     lengths = reading.read([options.lengths])
-    trace = trace_from_concurrency(options.recording, lengths, rows.seed, rows)
+    of_all = replace(rows, only_model=None)  # a recording of requests in flight names no model
+    trace = trace_from_concurrency(options.recording, lengths, rows.seed, of_all)
     _say_dropped(lengths)
     secret = is_private([options.recording, options.lengths])
     return write_described(trace, options.output, secret=secret)

@@ -88,16 +88,21 @@ def test_a_smaller_unit_is_asked_for_and_never_guessed(tmp_path: Path) -> None:
         read_in_flight(named, ReadOptions(time_unit=TimeUnit.MILLISECONDS))
 
 
-def test_the_clock_of_a_recording_is_no_clock_of_the_lengths(tmp_path: Path) -> None:
+def test_what_is_said_of_a_recordings_clock_or_of_the_lengths_is_not_asked_of_the_other(
+    tmp_path: Path,
+) -> None:
     flow = written(tmp_path, "time,in_flight\n0,2\n1000,4\nlater,4\n3000,0\n")
     lengths = tmp_path / "lengths.jsonl"
-    lengths.write_text('{"arrived_at_s": 0, "input_length": 9, "output_length": 50}\n' * 2)
+    row = '{"arrived_at_s": 0, "input_length": 9, "output_length": %s, "model": "%s"}\n'
+    lengths.write_text(row % (50, "a") * 2 + row % (70, "b"))
     asked = ["trace", "from-concurrency", str(flow), "--lengths", str(lengths)]
+    asked += ["--only-model", "a"]
     asked += ["--time-unit", "ms", "--skip-invalid", "--max-invalid", "50"]
     assert run([*asked, "-o", str(tmp_path / "closed.jsonl")]) == 0
     trace = read_trace(tmp_path / "closed.jsonl")
     assert trace.concurrency is not None
     assert trace.concurrency.times_s.tolist() == [0, 1, 3]
+    assert set(trace.output_tokens.tolist()) == {50}
 
 
 def test_without_lengths_it_is_told_how_to_give_them(tmp_path: Path) -> None:

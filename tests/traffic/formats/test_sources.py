@@ -281,6 +281,19 @@ def test_only_the_files_whose_clock_is_coarse_are_spread(tmp_path: Path) -> None
     assert set(read_traces(files[1:]).due_s) < set(trace.due_s)
 
 
+def test_files_without_the_model_that_is_wanted_are_left_out_unless_all_are(
+    tmp_path: Path,
+) -> None:
+    row = '{{"arrived_at_s": {}, "input_length": 5, "output_length": 7, "model": "{}"}}\n'
+    files = [written(tmp_path, row.format(0, name), f"{name}.jsonl") for name in "abc"]
+    trace = read_traces(files, None, ReadOptions(only_model="b"))
+    assert (len(trace), trace.source) == (1, "b.jsonl")
+    left_out = '2 of 3 files hold no request of model "b" and are left out'
+    assert trace.notes.remarks == (left_out,)
+    with pytest.raises(UsageError, match=r'a\.jsonl holds no request of model "x"; it has a'):
+        read_traces(files, None, ReadOptions(only_model="x"))
+
+
 def test_images_are_remarked_on_and_not_replayed(tmp_path: Path) -> None:
     text = "TIMESTAMP,NumImages,ContextTokens,GeneratedTokens\n2024-10-15T12:00:00.269Z,2,9,4\n"
     trace = read_trace(written(tmp_path, text, "a.csv"))

@@ -221,6 +221,10 @@ def _plain(value: object) -> str:
     return words.get(text, text)
 
 
+class NoSuchModelError(UsageError):
+    """A file that names its models has no request of the one that is wanted."""
+
+
 ZERO_PROMPT = "prompt of 0 tokens"
 ZERO_OUTPUT = "output of 0 tokens"
 FAILED = "failed request"
@@ -299,9 +303,11 @@ def _of_one_model(
             "them where that file is read"
         )
         return columns, notes.with_remark(message)
-    if models is None or wanted not in models.names:
-        known = ", ".join(models.names) if models is not None else "no model names"
-        raise UsageError(f"{source} holds no request of model {shown(wanted)}; it has {known}")
+    lacks = f"{source} holds no request of model {shown(wanted)}; it has"
+    if models is None:
+        raise UsageError(f"{lacks} no model names")
+    if wanted not in models.names:
+        raise NoSuchModelError(f"{lacks} {', '.join(models.names)}")
     is_other = models.codes != models.names.index(wanted)
     notes = notes.with_dropped(f"not of model {wanted}", int(is_other.sum()))
     return columns.take(np.flatnonzero(~is_other)), notes

@@ -20,7 +20,13 @@ from tuner.errors import TraceError, UsageError
 from tuner.traffic.formats.azure import AZURE
 from tuner.traffic.formats.bailian import BAILIAN
 from tuner.traffic.formats.burstgpt import BURSTGPT
-from tuner.traffic.formats.columns import ReadOptions, TraceFormat, assemble, shown
+from tuner.traffic.formats.columns import (
+    NoSuchModelError,
+    ReadOptions,
+    TraceFormat,
+    assemble,
+    shown,
+)
 from tuner.traffic.formats.flat_spans import FLAT_SPANS
 from tuner.traffic.formats.in_flight import CONCURRENCY
 from tuner.traffic.formats.lengths_only import LENGTHS_ONLY
@@ -129,7 +135,8 @@ def read_traces(
         UsageError for an unknown name.
     """
     options = options if options is not None else ReadOptions()
-    traces = _scoped([_read_all(expand([path]), format, options) for path in paths])
+    read, without = _read_all([expand([path]) for path in paths], format, options)
+    traces = _scoped(read)
     if spread_seed is not None:
         traces = _spread_out(traces, spread_seed)
     if options.sample_s is not None and sum(bool(t.notes.sampled_from) for t in traces) > 1:
@@ -147,15 +154,34 @@ def read_traces(
         if len(traces) > 1 and not have_one_clock(traces):
             message = f"{len(traces)} recordings with clocks of their own begin together"
             trace = replace(trace, notes=trace.notes.with_remark(message))
-    return trace
+    return replace(trace, notes=trace.notes.with_remark(without))
 
 
 def _read_all(
-    paths: Sequence[Path],
+    sets: Sequence[Sequence[Path]],
     format: str | None,  # noqa: A002 as in read_trace
     options: ReadOptions,
-) -> list[Trace]:
-    return [read_trace(path, format, options) for path in paths]
+) -> tuple[list[list[Trace]], str]:
+    """Return the traces of each set, and how many files lack the model that is wanted, if any.
+
+    Raises: TraceError, UsageError as `read_traces`, and if no file has that model.
+    """
+    found: list[list[Trace]] = []
+    lacking: list[NoSuchModelError] = []
+    for paths in sets:
+        traces = []
+        for path in paths:
+            try:
+                traces.append(read_trace(path, format, options))
+            except NoSuchModelError as lack:
+                lacking.append(lack)
+        if traces:
+            found.append(traces)
+    if lacking and not found:
+        raise lacking[0]
+    files, wanted = sum(map(len, sets)), shown(options.only_model)
+    without = f"{len(lacking)} of {files} files hold no request of model {wanted}"
+    return found, f"{without} and are left out" if lacking else ""
 
 
 def _scoped(sets: Sequence[Sequence[Trace]]) -> list[Trace]:
