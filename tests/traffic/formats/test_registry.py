@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from support.traffic import request_at
 from tuner.errors import TraceError, TunerError, UsageError
-from tuner.traffic.formats import ReadOptions, format_names, read_trace
+from tuner.traffic.formats import ReadOptions, TimeUnit, format_names, read_trace
 from tuner.traffic.formats.sources import write_trace
 from tuner.traffic.traces import ZeroOutput
 
@@ -83,6 +83,32 @@ def test_mooncake_is_known_by_its_keys_and_has_blocks_of_512(tmp_path: Path) -> 
     assert "line 1: timestamp must be whole milliseconds, got 27482.5" in message(
         written(tmp_path, fraction)
     )
+
+
+def test_milliseconds_that_look_like_seconds_are_asked_for_and_not_guessed(
+    tmp_path: Path,
+) -> None:
+    rows = "\n".join(
+        with_(timestamp=f"{1_700_000_000.25 + 1.5 * i}", hash_ids="[]") for i in range(3)
+    )
+    for mark in ("", "\ufeff"):
+        path = written(tmp_path, mark + rows)
+        assert "timestamp must be" in message(path)
+        assert (
+            read_trace(path, "native", ReadOptions(time_unit=TimeUnit.SECONDS)).duration_s == 3
+        )
+    whole = written(tmp_path, rows.replace(".25", "").replace(".75", ""))
+    assert "1700000000 looks like seconds since 1970" in message(whole)
+    small = read_trace(written(tmp_path, with_(timestamp="0.25")))
+    assert "timestamps have fractions and are taken for milliseconds" in small.notes.remarks[0]
+
+
+def test_the_block_size_that_is_given_overrides_that_of_the_file(tmp_path: Path) -> None:
+    line = '{"arrived_at_s": 1, "input_length": 600, "output_length": 7, "hash_ids": [1], '
+    path = written(tmp_path, line + '"block_size": 512}\n')
+    hashes = read_trace(path, None, ReadOptions(hash_block_size=600)).hashes
+    assert hashes is not None
+    assert hashes.block_size == 600
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
@@ -219,6 +245,9 @@ def test_lines_that_cross_read_blocks_are_neither_lost_nor_torn(tmp_path: Path) 
         (with_(hash_ids='["x"]'), "hash_ids must be a list of 64-bit whole numbers"),
         (with_(hash_ids=f"[{1 << 64}]"), "hash_ids must be a list of 64-bit whole numbers"),
         (with_(block_size="16"), "block_size must be 512, as before, got 16"),
+        (with_(after="-2"), "after must be the number of an earlier row, from 0, or -1, got"),
+        (with_(z="NaN"), "is not JSON: JSON is malformed"),
+        (with_(z='"\\ud800"'), "is not JSON"),
         (with_(e2e_s="-1"), "e2e_s must be a number of seconds, at least 0, got -1"),
         (with_(request_id="[1]"), "request_id must be text or a whole number, got [1]"),
         ("[1, 2]", "must be a JSON object, got [1, 2]"),

@@ -427,6 +427,18 @@ def test_wrong_rows_can_be_counted_and_skipped_up_to_a_share(
         read_trace(path, None, ReadOptions(skip_invalid=True, max_invalid_ratio=0.01))
 
 
+@pytest.mark.parametrize(
+    "first", ['ength": 10, "output_length": 5}', '{"level": "info", "msg": "recorder started"}']
+)
+def test_a_wrong_first_line_is_skipped_as_any_other(tmp_path: Path, first: str) -> None:
+    no_wait = '{"arrived_at_s": 50, "input_length": 1, "output_length": 1, "after": -1}\nx\n'
+    path = written(tmp_path, f"{first}\n{LINES}{no_wait}")
+    with pytest.raises(TraceError, match="line 1: "):
+        read_trace(path, "native")
+    trace = read_trace(path, "native", ReadOptions(skip_invalid=True))
+    assert (len(trace), trace.notes.rows) == (41, 43)
+
+
 # --- formats of third parties ---------------------------------------------------------
 
 

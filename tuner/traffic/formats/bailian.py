@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from tuner.traffic.formats.columns import Columns, ReadOptions, TraceFormat
-from tuner.traffic.formats.jsonl import read_json_lines
+from tuner.traffic.formats.jsonl import first_line_of, read_json_lines
 from tuner.traffic.formats.jsonl_rows import Dialect, Header
 from tuner.traffic.formats.native import in_seconds, settle
 
@@ -22,18 +22,18 @@ BLOCK_SIZE = 16
 
 def matches(head: bytes) -> bool:
     """Return whether the first line has the chat ids that only these traces have."""
-    line = head.lstrip().split(b"\n", 1)[0]
+    line = first_line_of(head)
     return line.startswith(b"{") and b'"chat_id"' in line and b'"timestamp"' in line
 
 
 def read(path: Path, options: ReadOptions) -> Columns:
     """Return the columns. Raises: TraceError that names the first wrong line."""
-    usual = in_seconds(options, BLOCK_SIZE)
-    return read_json_lines(path, options, partial(_with_chats, usual))
+    return read_json_lines(path, options, partial(_with_chats, in_seconds(options)))
 
 
 def _with_chats(options: ReadOptions, row: dict[str, object], header: Header) -> Dialect:
-    return replace(settle(options, row, header), clock="timestamp", has_chats=True)
+    found = settle(options, row, header, BLOCK_SIZE)
+    return replace(found, clock="timestamp", has_chats=True)
 
 
 BAILIAN = TraceFormat(name="bailian", matches=matches, read=read)

@@ -447,6 +447,11 @@ class Skipped:
     def __len__(self) -> int:
         return self._counts.total()
 
+    @property
+    def is_allowed(self) -> bool:
+        """Whether wrong rows are skipped, and not refused."""
+        return self._options.skip_invalid
+
     def add(self, line: int, reason: str, hint: str = "") -> None:
         """Count a wrong row.
 

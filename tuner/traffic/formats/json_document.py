@@ -12,7 +12,7 @@ import msgspec
 
 from tuner.errors import TraceError
 from tuner.traffic.formats.columns import Skipped, shown
-from tuner.traffic.formats.jsonl_rows import parse_line
+from tuner.traffic.formats.jsonl_rows import WRONG_JSON, parse_line
 
 MAX_DOCUMENT_BYTES = 1 << 30
 """Ours: a document takes several times its size in memory while it is read."""
@@ -22,9 +22,6 @@ MAX_SECONDS = 1e9
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 JSON_HINT = "give the JSON in UTF-8 as it was published or exported"
-
-# All that msgspec raises for bytes that are not the JSON that was asked for.
-WRONG_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError)
 
 
 class SkippedParts(Skipped):

@@ -26,7 +26,14 @@ from tuner.traffic.formats.columns import (
     line_error,
     tokens_are_plausible,
 )
-from tuner.traffic.formats.jsonl_rows import MAX_CLOCK, Dialect, Header, sift, take_header
+from tuner.traffic.formats.jsonl_rows import (
+    MAX_CLOCK,
+    WRONG_JSON,
+    Dialect,
+    Header,
+    sift,
+    take_header,
+)
 from tuner.traffic.prefixes import HashIds, counts_fit, offsets_of
 from tuner.traffic.traces import Turns, pauses_of
 
@@ -89,6 +96,7 @@ def join(
         turns, remark = _chat_turns(
             chats, parents, arrived / dialect.ticks_per_s, e2e_s, output
         )
+    remarks = (*header.remarks, remark, _on_fractions(arrived, dialect))
     return Columns(
         arrived=arrived,
         ticks_per_s=dialect.ticks_per_s,
@@ -107,8 +115,18 @@ def join(
         origin=header.origin,
         hash_scope=header.hash_scope,
         skipped=skipped.by_reason,
-        remarks=(*header.remarks, remark) if remark else header.remarks,
+        remarks=tuple(filter(None, remarks)),
         sampled_from=header.sampled_from,
+    )
+
+
+def _on_fractions(arrived: Floats, dialect: Dialect) -> str:
+    """Return what to doubt of milliseconds that have fractions, as seconds usually have."""
+    if not dialect.unit_is_usual or np.array_equal(arrived, np.rint(arrived)):
+        return ""
+    return (
+        "timestamps have fractions and are taken for milliseconds: --time-unit s if they are "
+        "seconds"
     )
 
 
@@ -193,6 +211,10 @@ MAX_LINE_BYTES = 1 << 24
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
+_EPOCH_S = (1.0e9, 4.2e9)
+"""Seconds since 1970 of the years 2001 to 2103; in milliseconds a recording would begin in its
+second week to seventh."""
+
 _ABORTED = "abort"
 """vLLM's own word for a request whose client went away, as our recorder writes it."""
 
@@ -258,17 +280,40 @@ def read_json_lines(path: Path, options: ReadOptions, settle: Settle) -> Columns
         if dialect is None:
             if not data.strip():
                 continue
-            found, lines, first_row = take_header(path, first_line, data)
+            found, lines, first_row = take_header(path, first_line, data, skipped)
             header = found or header
             if first_row is None:
                 continue
             dialect = settle(first_row, header)
+            _check_unit(path, dialect, first_row)
         if lines.strip():
             blocks.append(_read_block(path, first_line, lines, dialect, skipped))
     if dialect is None:
+        skipped.check(len(skipped))
         raise TraceError(f"{path} holds no request", "give one JSON object per line")
     skipped.check(sum(len(block) for block in blocks) + len(skipped))
     return join(path, blocks, dialect, header, skipped)
+
+
+def first_line_of(head: bytes) -> bytes:
+    """Return the first line with anything in it, without a byte order mark."""
+    return head.removeprefix(_BYTE_ORDER_MARK).lstrip().split(b"\n", 1)[0]
+
+
+def _check_unit(path: Path, dialect: Dialect, row: dict[str, object]) -> None:
+    """Refuse a clock that looks like seconds where milliseconds are usual. Raises: TraceError.
+
+    Taken as milliseconds such a recording would be a thousand times as fast.
+    """
+    value = row.get(dialect.clock)
+    if not dialect.unit_is_usual or not isinstance(value, int | float):
+        return
+    if _EPOCH_S[0] <= value < _EPOCH_S[1]:
+        raise TraceError(
+            f"{path}: timestamp must be in milliseconds, {value:.15g} looks like seconds "
+            "since 1970",
+            "say its unit: --time-unit s, or ms if that is what it is",
+        )
 
 
 def _line_blocks(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -310,7 +355,7 @@ def _try_block(data: bytes, dialect: Dialect) -> tuple[Block | None, str]:
         if not data.isascii():
             data.decode("utf-8")
         block = _decode(data, dialect)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as cause:
+    except WRONG_JSON as cause:
         return None, str(cause)
     lines = sum(1 for line in data.split(b"\n") if line.strip())
     is_right = block is not None and len(block) == lines
@@ -355,7 +400,8 @@ def _columns(rows: Sequence[_Row], arrived: Floats, dialect: Dialect) -> Block |
         aborted=np.fromiter((row.status == _ABORTED for row in rows), np.bool_, n),
         priorities=np.array([p or 0 for p in priorities], np.int64) if has_priorities else None,
     )
-    sizes = {row.block_size for row in rows} - {None, dialect.block_size}
+    stated = dialect.stated_size
+    sizes = {row.block_size for row in rows} - {None, stated} if stated else set()
     return block if not sizes and _is_plausible(block, dialect) else None
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
 
+import msgspec
 import numpy as np
 
 from tuner.traffic.concurrency import MAX_IN_FLIGHT, Concurrency
@@ -32,6 +33,8 @@ WHOLE_HINT = (
     "Mooncake's timestamps are whole milliseconds: pass --trace-format native if yours have "
     "fractions, or --trace-format bailian or timed-trace if they are seconds"
 )
+# All that msgspec raises for bytes that are not the JSON that was asked for.
+WRONG_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError)
 _JSON_HINT = "give one JSON object per line, in UTF-8"
 
 Fault = tuple[str, str]
@@ -41,7 +44,9 @@ Fault = tuple[str, str]
 class Dialect:
     """What the format, the first line and the options settle for the whole file.
 
-    `clock` is the key of the arrival. With `has_chats` chat_id and parent_chat_id tell the
+    `clock` is the key of the arrival; `unit_is_usual` where nobody says what unit it has. Lines
+    may state `stated_size`, any size where it is None: --hash-block-size overrides them. With
+    `has_chats` chat_id and parent_chat_id tell the
     turns of a conversation; elsewhere a chat_id marks a clock in seconds, and is refused.
     """
 
@@ -49,6 +54,8 @@ class Dialect:
     ticks_per_s: float
     block_size: int
     zero_is_fault: bool
+    stated_size: int | None = None
+    unit_is_usual: bool = False
     whole_ticks: bool = False
     has_chats: bool = False
 
@@ -64,6 +71,7 @@ def sift(first_line: int, block: bytes, dialect: Dialect, skipped: Skipped) -> b
             continue
         row = parse_line(line)
         fault = row if isinstance(row, tuple) else next(_faults(row, dialect), None)
+        fault = fault or _strict_fault(line)
         if fault is None:
             right.append(line)
         else:
@@ -90,6 +98,15 @@ def parse_line(line: bytes) -> dict[str, object] | Fault:
     return row
 
 
+def _strict_fault(line: bytes) -> Fault | None:
+    """Return what Python's json lets pass, under any key: NaN, and halves of characters."""
+    try:
+        msgspec.json.decode(line)
+    except WRONG_JSON as cause:
+        return f"is not JSON: {cause}", _JSON_HINT
+    return None
+
+
 def _faults(row: dict[str, object], dialect: Dialect) -> Iterator[Fault]:
     """Yield (reason, hint) of each fault of one row."""
     yield from _clock_faults(row, dialect)
@@ -105,8 +122,11 @@ def _faults(row: dict[str, object], dialect: Dialect) -> Iterator[Fault]:
         if value is not None and not (_is_number(value) and value >= 0):
             yield f"{name} must be a number of seconds, at least 0, got {shown(value)}", ""
     after = row.get("after")
-    if after is not None and (not _is_id(after) or after < 0):
-        yield f"after must be the number of an earlier row, from 0, got {shown(after)}", ""
+    if after is not None and (not _is_id(after) or after < -1):
+        yield (
+            f"after must be the number of an earlier row, from 0, or -1, got {shown(after)}",
+            "",
+        )
     priority = row.get("priority")
     if priority is not None and not _is_id(priority):
         yield f"priority must be a 64-bit whole number, got {shown(priority)}", ""
@@ -147,10 +167,10 @@ def _clock_faults(row: dict[str, object], dialect: Dialect) -> Iterator[Fault]:
 
 
 def _hash_faults(row: dict[str, object], dialect: Dialect) -> Iterator[Fault]:
-    size = row.get("block_size")
-    if size is not None and (isinstance(size, bool) or size != dialect.block_size):
+    size, stated = row.get("block_size"), dialect.stated_size
+    if size is not None and (not _is_id(size) or size != (stated or size)):
         yield (
-            f"block_size must be {dialect.block_size}, as before, got {shown(size)}",
+            f"block_size must be {stated or 'a number'}, as before, got {shown(size)}",
             "block_size must be a whole number above 0 and stand on the first line",
         )
     ids = row.get("hash_ids")
@@ -224,31 +244,37 @@ class Header:
 
 
 def take_header(
-    path: Path, first_line: int, data: bytes
+    path: Path, first_line: int, data: bytes, skipped: Skipped
 ) -> tuple[Header | None, bytes, dict[str, object] | None]:
-    """Return the header, the block with its line blanked, and the first request's row.
+    """Return the header, the block with all before the first request blanked, and its row.
 
-    The header is None if there is none, the row if the block holds no more than the header.
+    The header is None if there is none, the row if the block holds no request. Where wrong
+    lines are skipped, the first request is the first line that has a clock and lengths.
 
     Raises: TraceError if the header or the first row is wrong.
     """
     header: Header | None = None
-    start = 0
+    start, number = 0, first_line
     while start < len(data):
         end = data.find(b"\n", start) + 1 or len(data)
         line = data[start:end]
-        number = first_line + data.count(b"\n", 0, start)
         if line.strip():
             row = parse_line(line.rstrip(b"\n"))
             if isinstance(row, tuple):
-                raise line_error(path, number, *row)
-            if header is not None or KEY not in row:
-                return header, data, row
-            header = _read(path, number, row[KEY])
-            data = data[:start] + line[len(line.rstrip(b"\r\n")) :] + data[end:]
-            end = data.find(b"\n", start) + 1 or len(data)
-        start = end
-    return header, data, None
+                skipped.add(number, *row)
+            elif header is None and KEY in row:
+                header = _read(path, number, row[KEY])
+            elif skipped.is_allowed and not _is_request(row):
+                skipped.add(number, "lacks a clock or a length", CLOCK_HINT)
+            else:
+                return header, b"\n" * (number - first_line) + data[start:], row
+        start, number = end, number + 1
+    return header, b"", None
+
+
+def _is_request(row: Mapping[str, object]) -> bool:
+    has_clock = "timestamp" in row or "arrived_at_s" in row
+    return has_clock and "input_length" in row and "output_length" in row
 
 
 def _read(path: Path, number: int, value: object) -> Header:

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from tuner.traffic.formats.columns import Columns, ReadOptions, TraceFormat
-from tuner.traffic.formats.jsonl import read_json_lines
+from tuner.traffic.formats.jsonl import first_line_of, read_json_lines
 from tuner.traffic.formats.jsonl_rows import Dialect, Header
 from tuner.traffic.formats.native import in_seconds, settle
 
@@ -28,7 +28,7 @@ _NATIVE_ONLY = (
 
 def matches(head: bytes) -> bool:
     """Return whether the first line has Mooncake's keys and none that only others have."""
-    line = head.lstrip().split(b"\n", 1)[0]
+    line = first_line_of(head)
     return (
         line.startswith(b"{")
         and b'"timestamp"' in line
@@ -52,8 +52,8 @@ TIMED_BLOCK_SIZE = 16
 
 
 def _read_timed(path: Path, options: ReadOptions) -> Columns:
-    usual = in_seconds(options, TIMED_BLOCK_SIZE)
-    return read_json_lines(path, options, partial(settle, usual))
+    chosen = partial(settle, in_seconds(options), usual_size=TIMED_BLOCK_SIZE)
+    return read_json_lines(path, options, chosen)
 
 
 TIMED_TRACE = TraceFormat(name="timed-trace", matches=lambda _: False, read=_read_timed)

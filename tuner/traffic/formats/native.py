@@ -26,7 +26,7 @@ from tuner.traffic.formats.columns import (
     TraceFormat,
     no_time_unit,
 )
-from tuner.traffic.formats.jsonl import read_json_lines
+from tuner.traffic.formats.jsonl import first_line_of, read_json_lines
 from tuner.traffic.formats.jsonl_rows import KEY, Dialect, Header
 from tuner.traffic.traces import Trace, ZeroOutput
 
@@ -39,7 +39,7 @@ def matches(head: bytes) -> bool:
 
     Bad ones too: the reader then names the line and what it lacks.
     """
-    return head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{")
+    return first_line_of(head).startswith(b"{")
 
 
 def read(path: Path, options: ReadOptions) -> Columns:
@@ -57,28 +57,32 @@ def read(path: Path, options: ReadOptions) -> Columns:
     return read_json_lines(path, options, chosen)
 
 
-def settle(options: ReadOptions, row: dict[str, object], header: Header) -> Dialect:
+def settle(
+    options: ReadOptions,
+    row: dict[str, object],
+    header: Header,
+    usual_size: int = MOONCAKE_BLOCK_SIZE,
+) -> Dialect:
     """Let the options, the header and the first row choose the clock and the block size."""
     clock = "arrived_at_s" if "arrived_at_s" in row else "timestamp"
     usual = TimeUnit.MILLISECONDS if clock == "timestamp" else TimeUnit.SECONDS
     size = row.get("block_size")
     is_size = isinstance(size, int) and not isinstance(size, bool) and 0 < size < 1 << 31
     given = size if is_size and isinstance(size, int) else header.block_size
+    own_size = given or usual_size
     return Dialect(
         clock=clock,
         ticks_per_s=(options.time_unit or usual).ticks_per_s,
-        block_size=options.hash_block_size or given or MOONCAKE_BLOCK_SIZE,
+        block_size=options.hash_block_size or own_size,
         zero_is_fault=options.zero_output is ZeroOutput.REFUSE,
+        stated_size=own_size if options.hash_block_size is None else None,
+        unit_is_usual=clock == "timestamp" and options.time_unit is None,
     )
 
 
-def in_seconds(options: ReadOptions, block_size: int) -> ReadOptions:
-    """Return options that, where they leave it open, say seconds and blocks of such a size."""
-    return replace(
-        options,
-        time_unit=options.time_unit or TimeUnit.SECONDS,
-        hash_block_size=options.hash_block_size or block_size,
-    )
+def in_seconds(options: ReadOptions) -> ReadOptions:
+    """Return options that say seconds where they leave it open."""
+    return replace(options, time_unit=options.time_unit or TimeUnit.SECONDS)
 
 
 NATIVE = TraceFormat(name="native", matches=matches, read=read)

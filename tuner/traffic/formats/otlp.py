@@ -24,12 +24,11 @@ from tuner.traffic.formats.columns import (
 from tuner.traffic.formats.json_document import (
     BYTE_ORDER_MARK,
     JSON_HINT,
-    WRONG_JSON,
     SkippedParts,
     read_bytes,
     why_wrong,
 )
-from tuner.traffic.formats.jsonl_rows import Fault
+from tuner.traffic.formats.jsonl_rows import WRONG_JSON, Fault
 from tuner.traffic.formats.span_table import (
     REQUEST_SPAN,
     WANTED,
