@@ -46,7 +46,8 @@ def test_one_file_is_an_object_and_several_are_a_list(prod: Path, capsys: Output
     one = inspected(capsys, prod)
     assert list(one) == KEYS.split()
     assert one["rows"] == 100
-    assert [found["rows"] for found in inspected(capsys, prod, prod)] == [100, 100]
+    for found in inspected(capsys, prod, prod):
+        assert (found["rows"], found["source"]) == (100, "prod.jsonl")
     assert inspected(capsys, prod, prod, "--together")["rows"] == 200
 
 

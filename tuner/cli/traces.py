@@ -81,8 +81,9 @@ def run_inspect(options: InspectOptions) -> int:
     if not options.is_together:
         groups = [(str(path),) for path in expand(options.files)]
     if options.as_json:
-        found = [describe(options.reading.read(group)).as_json() for group in groups]
-        click.echo(json.dumps(found[0] if len(found) == 1 else found, indent=2))
+        traces = [describe(options.reading.read(group)) for group in groups]
+        named = [{"source": trace.source, **trace.as_json()} for trace in traces]
+        click.echo(json.dumps(traces[0].as_json() if len(named) == 1 else named, indent=2))
         return 0
     for number, group in enumerate(groups):
         if number:
@@ -140,7 +141,12 @@ def part_of(trace: Trace, window: WindowChoice | None, rows: str | None) -> Trac
     last = min(int(match[2] or len(trace)), len(trace))
     if first >= last:
         raise UsageError(f"--rows {rows} holds no request of {len(trace)}", "rows count from 0")
-    return trace.slice_rows(np.arange(first, last)).shifted()
+    part = trace.slice_rows(np.arange(first, last)).shifted()
+    flow = trace.concurrency
+    if flow is None or last == len(trace):
+        return part
+    start_s, end_s = float(trace.due_s[first]), float(trace.due_s[last])
+    return replace(part, concurrency=flow.between(start_s, end_s))
 
 
 def share_of(trace: Trace, replicas: int, router: Router, replica: int) -> Trace:

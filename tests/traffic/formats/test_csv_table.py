@@ -126,6 +126,20 @@ def test_a_wrong_row_is_named_with_what_was_expected_and_can_be_skipped(
     )
 
 
+def test_rows_without_values_and_short_ones_with_all_that_is_wanted_are_no_faults(
+    tmp_path: Path,
+) -> None:
+    """As spreadsheets write the first, and a recording that was cut ends with the second."""
+    header, good = GOOD[BURSTGPT]
+    rows = f"{good}\n,,,,,\n5,m,n/a,1,6,x\n{good}\n6,m,472,18"
+    trace = traced(
+        written(tmp_path, f"{header}\n{rows}"),
+        BURSTGPT,
+        ReadOptions(skip_invalid=True, max_invalid_ratio=0.5),
+    )
+    assert (len(trace), trace.notes.rows) == (3, 4)
+
+
 @pytest.mark.parametrize(
     ("known", "header", "wanted"),
     [

@@ -105,6 +105,26 @@ def test_what_is_said_of_a_recordings_clock_or_of_the_lengths_is_not_asked_of_th
     assert set(trace.output_tokens.tolist()) == {50}
 
 
+def test_a_part_of_a_recording_is_as_long_as_its_requests_and_keeps_its_idle_start(
+    tmp_path: Path,
+) -> None:
+    text = "time_s,in_flight,input_length,output_length\n"
+    text += "0,1,9,50\n20,0,9,50\n60,4,9,50\n90,0,9,50\n"
+    flow, part = written(tmp_path, text), tmp_path / "part.jsonl"
+    cut = ["trace", "slice", str(flow), "-o", str(part)]
+    assert run([*cut, "--window", "40s:90s"]) == 0
+    idle = read_trace(part)
+    assert idle.concurrency is not None
+    assert idle.concurrency.times_s.tolist()[:2] == [0, 20]
+    assert idle.concurrency.in_flight.tolist()[:2] == [0, 4]
+    assert (idle.zero_s, idle.due_s[0]) == (40, pytest.approx(20, abs=1))
+    assert run([*cut, "--rows", "0:10"]) == 0
+    few = read_trace(part)
+    assert few.concurrency is not None
+    assert few.concurrency.in_flight.max() == 1
+    assert few.concurrency.times_s[-1] == pytest.approx(10, abs=1.1)
+
+
 def test_without_lengths_it_is_told_how_to_give_them(tmp_path: Path) -> None:
     wrong = said(written(tmp_path, "time_s,in_flight\n0,1\n5,0\n"))
     assert "no lengths: input_length and output_length missing" in wrong.message

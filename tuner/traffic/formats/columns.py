@@ -106,7 +106,8 @@ class Columns:
     cut short as their clients left; `aborted_before` counts such rows of which the file alone
     says how many they were, as one that was converted does. `skipped` counts wrong rows by
     what was wrong. `remarks` are sentences about what the file cannot say, and `sampled_from`
-    is set where the rows were drawn from aggregates.
+    is set where the rows were drawn from aggregates. The recording begins when its clock shows
+    `starts_at_s`, or with the first row where that is None or later.
 
     Shapes: every column is [n].
     Units: arrived in ticks from any origin; e2e_s and ttft_s in seconds, nan where missing.
@@ -133,6 +134,7 @@ class Columns:
     remarks: tuple[str, ...] = ()
     sampled_from: str = ""
     priorities: Ints | None = None
+    starts_at_s: float | None = None
 
     def take(self, rows: npt.NDArray[np.int64]) -> Columns:
         """Return the given rows, in the given order."""
@@ -251,6 +253,8 @@ def assemble(
     columns, moved = _in_order(columns)
     columns, notes = _without_turned_round(columns, notes)
     zero = columns.arrived[0]
+    if columns.starts_at_s is not None:
+        zero = min(zero, columns.starts_at_s * columns.ticks_per_s)
     return Trace(
         due_s=(columns.arrived - zero) / columns.ticks_per_s,
         prompt_tokens=columns.prompt_tokens,

@@ -271,21 +271,27 @@ class _Reader:
         return pl.when(no_text).then(0).otherwise(count) if field.blank else count
 
     def _faults(self) -> Iterator[tuple[int, str, str]]:
-        """Read row by row and yield line, fault and hint; slow, and only for wrong files."""
+        """Read row by row and yield line, fault and hint; slow, and only for wrong files.
+
+        As for polars a row without any value is none, and a short one has no value at its end.
+        """
         rows = _rows(self._path)
         next(rows)
         for line, row in rows:
-            if row and (found := self._fault(row, len(self._header))):
+            if any(row) and (found := self._fault(row, len(self._header))):
                 yield line, *found
 
     def _fault(self, row: Sequence[str], width: int) -> tuple[str, str] | None:
-        if len(row) != width:
-            return f"must have {width} fields, got {len(row)}", ""
+        misfit = f"must have {width} fields, got {len(row)}"
+        if len(row) > width:
+            return misfit, ""
         for key, place in self._where.items():
-            text, field = row[place].strip(), self._fields[key]
-            name = self._header[place]
+            field, name = self._fields[key], self._header[place]
+            text = row[place].strip() if place < len(row) else ""
             if field.blank and not text:
                 continue
+            if place >= len(row) and field.kind is not Kind.LABEL:
+                return misfit, ""
             if fault := self._value_fault(name, text, field):
                 return fault, ""
         return None

@@ -100,6 +100,7 @@ def join(
     return Columns(
         arrived=arrived,
         ticks_per_s=dialect.ticks_per_s,
+        starts_at_s=header.starts_at_s,
         prompt_tokens=np.concatenate([block.prompt for block in blocks]),
         output_tokens=output,
         hashes=_hashes(blocks, dialect.block_size),

@@ -209,7 +209,8 @@ class Header:
     """What a native trace says of itself.
 
     In a file `lacks` names what the recording could not know; it is read as remarks. `aborted`
-    counts rows whose answers had been cut short before the file was converted.
+    counts rows whose answers had been cut short before the file was converted. The clock showed
+    `starts_at_s` when the recording began, perhaps before its first request; None: with it.
     """
 
     block_size: int | None = None
@@ -217,6 +218,7 @@ class Header:
     hash_scope: str = ""
     sampled_from: str = ""
     concurrency: Concurrency | None = None
+    starts_at_s: float | None = None
     remarks: tuple[str, ...] = ()
     aborted: int = 0
 
@@ -236,6 +238,8 @@ class Header:
             content["in_flight"] = [
                 [t, n] for t, n in zip(times_s.tolist(), levels.tolist(), strict=True)
             ]
+        if self.starts_at_s is not None:
+            content["starts_at_s"] = round(self.starts_at_s, 9)
         if self.remarks:
             content["remarks"] = list(self.remarks)
         if self.aborted:
@@ -295,7 +299,11 @@ def _header(value: Mapping[str, object]) -> Header:
     """Return the header. Raises: ValueError or TypeError that says what is wrong."""
     size = _whole(value, "block_size", least=1)
     aborted = _whole(value, "aborted", least=0)
-    flow = value.get("in_flight")
+    flow, starts_at_s = value.get("in_flight"), value.get("starts_at_s")
+    if starts_at_s is not None and not (
+        _is_number(starts_at_s) and abs(starts_at_s) <= MAX_CLOCK
+    ):
+        raise ValueError(f"starts_at_s must be a number of seconds, got {shown(starts_at_s)}")
     clock = value.get("clock", ClockOrigin.OWN)
     if clock not in set(ClockOrigin):
         raise ValueError(f"clock must be wall, shared or own, got {shown(clock)}")
@@ -305,6 +313,7 @@ def _header(value: Mapping[str, object]) -> Header:
         hash_scope=str(value.get("hash_scope") or ""),
         sampled_from=str(value.get("sampled_from", "")),
         concurrency=None if flow is None else _concurrency(flow),
+        starts_at_s=None if starts_at_s is None else float(starts_at_s),
         remarks=(*_words(value, "remarks"), *(_lack(w) for w in _words(value, "lacks"))),
         aborted=aborted or 0,
     )

@@ -7,7 +7,8 @@ a `priority` is vLLM's, the smallest served first, 0 without one.
 A `status` of `abort` says that the client left before the answer was whole. Other keys are
 ignored. A first line `{"trace_header": {"version": 1, ...}}` says what holds for all:
 `block_size` of the hash ids (512 without it), `clock` (wall, shared, own), `in_flight` (a
-recording of concurrency in place of arrivals), `sampled_from`, `remarks`, `lacks`, `aborted`
+recording of concurrency in place of arrivals), `starts_at_s` (what the requests' clock showed
+when that began, if not with the first of them), `sampled_from`, `remarks`, `lacks`, `aborted`
 (how many answers had been cut short where the rows no longer say so).
 """
 
@@ -90,12 +91,14 @@ NATIVE = TraceFormat(name="native", matches=matches, read=read)
 
 def native_rows(trace: Trace) -> Iterator[dict[str, object]]:
     """Yield the header, and each request as a JSON object."""
+    begins_idle = trace.concurrency is not None and trace.due_s[0] > 0
     header = Header(
         block_size=trace.hashes.block_size if trace.hashes is not None else None,
         origin=trace.origin,
         hash_scope=trace.hash_scope,
         sampled_from=trace.notes.sampled_from,
         concurrency=trace.concurrency,
+        starts_at_s=trace.zero_s if begins_idle else None,
         remarks=trace.notes.remarks,
         aborted=_aborted(trace),
     ).as_json()
