@@ -85,7 +85,8 @@ def convert(**params: Any) -> int:
 def merge(**params: Any) -> int:
     """Write several recordings as one.
 
-    Those on one clock, or dated, keep their distance in time; others start together.
+    Those on one clock, or dated, keep their distance in time; others start together. Hash ids
+    that do not say where they hold are the same blocks in the files of a named folder alone.
     """
     from tuner.cli.traces import ReshapeOptions, run_reshape
 

@@ -85,7 +85,6 @@ def join(
     models = _joined_texts(blocks, lambda block: block.models)
     arrived = np.concatenate([block.arrived for block in blocks])
     e2e_s = np.concatenate([block.e2e_s for block in blocks])
-    ttft_s = np.concatenate([block.ttft_s for block in blocks])
     output = np.concatenate([block.output for block in blocks])
     aborted = np.concatenate([block.aborted for block in blocks])
     chats = _joined_texts(blocks, lambda block: block.chats) if dialect.has_chats else None
@@ -93,9 +92,8 @@ def join(
         turns, remark = _given_turns(path, blocks, skipped), ""
     else:
         parents = _joined_texts(blocks, lambda block: block.parents)
-        turns, remark = _chat_turns(
-            chats, parents, arrived / dialect.ticks_per_s, e2e_s, output
-        )
+        arrived_s = arrived / dialect.ticks_per_s
+        turns, remark = _chat_turns(chats, parents, arrived_s, e2e_s, output)
     remarks = (*header.remarks, remark, _on_fractions(arrived, dialect))
     return Columns(
         arrived=arrived,
@@ -104,8 +102,8 @@ def join(
         prompt_tokens=np.concatenate([block.prompt for block in blocks]),
         output_tokens=output,
         hashes=_hashes(blocks, dialect.block_size),
-        e2e_s=None if np.isnan(e2e_s).all() else e2e_s,
-        ttft_s=None if np.isnan(ttft_s).all() else ttft_s,
+        e2e_s=_unless_unknown(e2e_s),
+        ttft_s=_unless_unknown(np.concatenate([block.ttft_s for block in blocks])),
         request_ids=_joined_texts(blocks, lambda block: block.request_ids),
         priorities=_joined_priorities(blocks),
         models=Labels.of(models) if models is not None else None,
@@ -119,6 +117,10 @@ def join(
         remarks=tuple(filter(None, remarks)),
         sampled_from=header.sampled_from,
     )
+
+
+def _unless_unknown(column_s: Floats) -> Floats | None:
+    return None if np.isnan(column_s).all() else column_s
 
 
 def _on_fractions(arrived: Floats, dialect: Dialect) -> str:
