@@ -282,16 +282,18 @@ class _Reader:
                 yield line, *found
 
     def _fault(self, row: Sequence[str], width: int) -> tuple[str, str] | None:
-        misfit = f"must have {width} fields, got {len(row)}"
-        if len(row) > width:
-            return misfit, ""
+        needed = [
+            place
+            for key, place in self._where.items()
+            if self._fields[key].kind is not Kind.LABEL and not self._fields[key].blank
+        ]
+        if not max(needed) < len(row) <= width:
+            return f"must have {width} fields, got {len(row)}", ""
         for key, place in self._where.items():
             field, name = self._fields[key], self._header[place]
             text = row[place].strip() if place < len(row) else ""
             if field.blank and not text:
                 continue
-            if place >= len(row) and field.kind is not Kind.LABEL:
-                return misfit, ""
             if fault := self._value_fault(name, text, field):
                 return fault, ""
         return None
