@@ -22,7 +22,7 @@ from tuner.replay.loop import ReplayLog
 from tuner.replay.metrics import Measurement
 from tuner.replay.runner import Failure
 from tuner.replay.series import TimelineRecord, timeline_record
-from tuner.run.context import Workload
+from tuner.run.context import RunContext, Workload
 from tuner.run.drawing import DRAWS, FEW_DRAWS, Unexplained, draw
 from tuner.run.evidence import change_bounds
 from tuner.run.journal import Round
@@ -229,8 +229,7 @@ def race(
     Raises: EngineError when the engine cannot be kept alive; ShadowError, UsageError.
     """
     context, current = runner.context, runner.context.space.current
-    reserved_s, rounds = reserve_s(runner, evidence.plan), 0
-    late = 1.0
+    reserved_s, rounds, late = reserve_s(runner, evidence.plan), 0, 1.0
     with context.stopwatch.stage("race"):
         draws = evidence.draws(FEW_DRAWS)
         while rounds < MAX_ROUNDS and len(draws.settings) > 1:
@@ -238,18 +237,13 @@ def race(
             if rounds:
                 least = evidence.least_in_a_round
                 inside = who_replays(draws, inside, current, confidence, plan.replay_s, least)
-            round_s = sum(plan.replay_s(limits) for limits in inside)
-            if rounds >= evidence.min_rounds:
-                next_s = late * round_s
-                if not reserved_s and _is_for_the_cold(runner, plan, draws, next_s):
-                    break
-                if _is_enough(evidence, draws, inside, confidence, round_s):
-                    break
-                if reserved_s and context.left_s - reserved_s < next_s:
-                    # Half a round tells nothing, and would be at the cold engines' cost.
-                    context.caveats.add(Caveat.BUDGET_SPENT)
-                    break
-            before_s = context.left_s
+            round_s, before_s = sum(map(plan.replay_s, inside)), context.left_s
+            if rounds >= evidence.min_rounds and (
+                _is_for_the_cold(runner, plan, draws, late * round_s, reserved_s)
+                or _is_enough(evidence, draws, inside, confidence, round_s)
+                or _is_spent(context, late * round_s, reserved_s)
+            ):
+                break
             if not _replay_round(runner, plan, rounds + 1, inside, reserved_s, observe):
                 context.caveats.add(Caveat.BUDGET_SPENT)
                 break
@@ -264,13 +258,27 @@ def race(
         return evidence.draws(DRAWS).decide(current, confidence, whole)
 
 
-def _is_for_the_cold(runner: TrialRunner, plan: RacePlan, draws: Draws, round_s: float) -> bool:
+def _is_spent(context: RunContext, round_s: float, reserved_s: float) -> bool:
+    """Whether another round would be at the cost of the cold engines; half tells nothing."""
+    is_spent = reserved_s > 0 and context.left_s - reserved_s < round_s
+    if is_spent:
+        context.caveats.add(Caveat.BUDGET_SPENT)
+    return is_spent
+
+
+def _is_for_the_cold(
+    runner: TrialRunner, plan: RacePlan, draws: Draws, round_s: float, reserved_s: float
+) -> bool:
     """Whether the time that is left holds the cold engines of a change, and no round before.
+
+    Not where it is reserved for them.
 
     Who could be the best beside the winner is much like it; that it is better than the current
     one is what production relies on.
     """
     context = runner.context
+    if reserved_s:
+        return False
     found = draws.decide(context.space.current, context.aim.confidence)
     if found.verdict is RaceVerdict.KEEP or runner.engine.restarts_per_config:
         return False
