@@ -77,6 +77,19 @@ def test_a_recording_that_its_profile_does_not_come_up_with_is_not_ranked_by(
     assert "wrong by" in said
 
 
+def test_a_half_written_last_line_does_not_keep_a_profile_from_being_held_to_its_recording(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    recording = a_recording(tmp_path, "held", held_up_s=1.0)
+    recording.write_bytes(recording.read_bytes()[:-20])
+    assert (read_profile(fitted(recording)).metric_error_ratio or 0.0) > 0.2
+    assert "tune does not rank by it" in capfd.readouterr().out
+    few = a_recording(tmp_path, "few", trace=steady(60, per_s=6.0, prompt=400, output=60))
+    assert read_profile(fitted(few)).metric_error_ratio is None
+    (said,) = json.loads(capfd.readouterr().out)["warnings"]
+    assert "was not held to the recorded times" in said
+
+
 @pytest.mark.slow
 def test_a_derived_profile_says_its_own_error_before_and_after_a_point(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -76,6 +76,11 @@ class LearntSteps:
             for name, what in names.items()
             if abs(self.off.get(name, 0.0)) > FAR_OFF
         ]
+        if not self.off:
+            found.append(
+                "the profile was not held to the recorded times: how wrong predictions are is "
+                "known of its steps alone"
+            )
         if (self.wrong_ratio or 0.0) > LARGEST_ERROR_RATIO:
             found.append(
                 f"the profile is wrong by {self.wrong_ratio:.0%}, more than "

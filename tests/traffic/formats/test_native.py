@@ -82,3 +82,22 @@ def test_a_turn_that_came_before_what_it_waits_for_waits_for_none(tmp_path: Path
     again = read_trace(tmp_path / "written.jsonl")
     assert again.turns is not None
     assert again.turns.after.tolist() == [-1, -1, 1]
+
+
+def test_a_last_line_that_a_killed_recorder_left_half_written_is_left_out_and_told(
+    tmp_path: Path,
+) -> None:
+    path = written(tmp_path, [1, 2, 3])
+    path.write_bytes(path.read_bytes()[:-20])
+    trace = read_trace(path)
+    assert len(trace) == 2
+    assert any("last line was not written to its end" in said for said in trace.notes.remarks)
+    # Whole lines that are wrong, and a file with nothing else, are refused as ever.
+    for text in ('{"arrived_at_s": 9, "inp\n', '{"arrived_at_s": 9}', "gone"):
+        wrong = written(tmp_path, [1, 2])
+        wrong.write_text(wrong.read_text() + text)
+        with pytest.raises(TraceError, match="line 3: "):
+            read_trace(wrong)
+    path.write_text('{"arrived_at_s": 9, "inp')
+    with pytest.raises(TraceError, match="line 1: is not JSON"):
+        read_trace(path)

@@ -7,7 +7,7 @@ lines are read again one by one, so that the message is exact and good data does
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -279,6 +279,9 @@ def read_json_lines(path: Path, options: ReadOptions, settle: Settle) -> Columns
     header = Header()
     skipped = Skipped(path, options)
     for first_line, data in _line_blocks(path):
+        if dialect is not None and _is_half_written(data):
+            header = replace(header, remarks=(*header.remarks, HALF_WRITTEN))
+            break
         lines = data
         if dialect is None:
             if not data.strip():
@@ -317,6 +320,19 @@ def _check_unit(path: Path, dialect: Dialect, row: dict[str, object]) -> None:
             "since 1970",
             "say its unit: --time-unit s, or ms if that is what it is",
         )
+
+
+HALF_WRITTEN = (
+    "the file's last line was not written to its end, as where its writer was killed: left out"
+)
+
+
+def _is_half_written(data: bytes) -> bool:
+    """Whether lines are what a writer left that was killed, or is not done: half an object."""
+    if data.endswith(b"\n"):
+        return False
+    line = data.strip()
+    return line.startswith(b"{") and not line.endswith(b"}")
 
 
 def _line_blocks(path: Path) -> Iterator[tuple[int, bytes]]:
