@@ -86,6 +86,12 @@ def test_a_false_in_a_file_is_the_default_as_for_vllm_serve_and_is_told_once(
         ("x: &x [*x]\n", "stands within what it refers to in line 1"),
         ("x: 2026-13-45\n", "is not YAML"),
         ("x: " + "[" * 5000, "is not YAML"),
+        ("apiVersion: apps/v1\nkind: Deployment\n", "is a Kubernetes manifest"),
+        ("services: {vllm: {image: vllm/vllm-openai}}\n", "is a Docker Compose file"),
+        (
+            "servingEngineSpec: {modelSpec: []}\n",
+            "is a values file of the vLLM Production Stack",
+        ),
     ],
 )
 def test_a_file_that_vllm_would_misread_is_refused_by_name_and_key(

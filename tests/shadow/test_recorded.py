@@ -294,6 +294,17 @@ def test_a_recording_of_other_requests_teaches_nothing(tmp_path: Path) -> None:
         learn_profile([found, other], requests, {})
 
 
+def test_a_configuration_that_the_recorded_server_did_not_run_with_is_refused(
+    tmp_path: Path,
+) -> None:
+    _, steps, rows = recorded(served())
+    found, requests = read(tmp_path, steps, rows)
+    with pytest.raises(UsageError, match=r"max-num-seqs 999, .* ran at 16/256"):
+        learn_profile(found, requests, {"model": "toy", "max-num-seqs": 999})
+    profile, _ = learn_profile(found, requests, {"max_num_seqs": 16})
+    assert profile.serve_values == {"max_num_seqs": 16}
+
+
 def test_a_recording_without_a_busy_stretch_says_what_to_record(tmp_path: Path) -> None:
     _, steps, rows = recorded(served())
     (found,), requests = read(tmp_path, steps, rows)

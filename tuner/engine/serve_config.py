@@ -94,6 +94,14 @@ ON_OR_CHOSEN: Final = frozenset(
 Source: the switches of vLLM 0.32.0's make_arg_parser whose default is not False.
 """
 
+MANIFESTS: Final = {
+    "apiVersion": "a Kubernetes manifest",
+    "kind": "a Kubernetes manifest",
+    "services": "a Docker Compose file",
+    "servingEngineSpec": "a values file of the vLLM Production Stack",
+}
+"""What a file is of which a key at the top is none of vLLM's."""
+
 _HUMAN_INTEGER = re.compile(r"(\d+)(?:(\.\d+)?([kmgt])|([KMGT]))?")
 
 
@@ -250,7 +258,8 @@ def read_config(path: Path) -> ServeConfig:
     A false says nothing there: the server takes its default, and so does what is measured.
 
     vLLM would read some mistakes as something else (a null as the text None, the second of two
-    equal keys) and die of others in mid-start (32.0 for an integer); here all are refused.
+    equal keys) and die of others in mid-start (32.0 for an integer); here all are refused, and
+    so is a manifest that a server is deployed with.
 
     Raises: UsageError, naming the file and the key.
     Source: vLLM vllm/utils/argparse_utils.py, FlexibleArgumentParser.load_config_file.
@@ -262,6 +271,14 @@ def read_config(path: Path) -> ServeConfig:
             f"{path} must hold keys and values, as in `max-num-seqs: 32`, got {got}",
             hint="see `vllm serve --help` for the keys; each becomes --key",
         )
+    for key, what in MANIFESTS.items():
+        if key in loaded:
+            raise UsageError(
+                f"{path} is {what}, as it has {key}, and no configuration of "
+                "`vllm serve --config`",
+                hint="write what the server is started with as keys and values, "
+                "`--max-num-seqs 32` as `max-num-seqs: 32`",
+            )
     values: dict[str, object] = {}
     for name, value in loaded.items():
         if not isinstance(name, str):

@@ -11,9 +11,11 @@ from typing import Any, Final
 import numpy as np
 
 from tuner.engine.limits import EngineLimits
+from tuner.engine.serve_config import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
+from tuner.engine.serve_config import limits as limits_of
 from tuner.engine.shape import EngineShape
 from tuner.engine.steps import StepColumns, joined
-from tuner.errors import ShadowError, TooFewSamplesError
+from tuner.errors import ShadowError, TooFewSamplesError, UsageError
 from tuner.shadow.calibration import LARGEST_ERROR_RATIO, Calibration
 from tuner.shadow.fit import MIN_STEPS
 from tuner.shadow.profiles import Profile, Seen
@@ -123,11 +125,13 @@ def learn_profile(
     Of several starts of one server the last says what is current. `off` is left empty: the
     recording is replayed by whoever holds it as a trace.
 
-    Raises: ShadowError where nothing can be predicted of such an engine; TooFewSamplesError.
+    Raises: ShadowError where nothing can be predicted of such an engine; TooFewSamplesError;
+        UsageError if `serve_values` name other limits than it ran with.
     """
     kinds = _of_one_engine(recorded)
     shape, started = kinds[-1]
     current = _served(shape, started)
+    _check_named(serve_values, started, current)
     calibration = Calibration(shape, (), (), current, serve_values)
     left_out: Counter[str] = Counter()
     parts: list[StepColumns] = []
@@ -195,6 +199,23 @@ def _served(shape: EngineShape, started: EngineLimits) -> EngineLimits:
         int(min(started.max_num_seqs, float(seqs))),
         int(min(started.max_num_batched_tokens, float(tokens))),
     )
+
+
+def _check_named(
+    serve_values: Mapping[str, object], started: EngineLimits, current: EngineLimits
+) -> None:
+    """Refuse a configuration that the recorded server did not run with. Raises: UsageError."""
+    ran = [(at.max_num_seqs, at.max_num_batched_tokens) for at in (started, current)]
+    named = limits_of(serve_values)
+    for key, value, *known in zip(
+        (MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS), named, *ran, strict=True
+    ):
+        if value not in (None, *known):
+            raise UsageError(
+                f"the configuration says {key} {value}, and the recorded server ran at "
+                f"{current} (max_num_seqs/max_num_batched_tokens)",
+                "give the configuration that it was recorded with, or one without limits",
+            )
 
 
 def _differing(one: EngineShape, last: EngineShape) -> Iterator[str]:
