@@ -138,6 +138,9 @@ def test_a_window_that_is_not_used_is_none(tmp_path: Path) -> None:
         ("tensor-parallel-size", "auto", "auto is no whole number"),
         ("enforce-eager", "maybe", "maybe is neither true nor false"),
         ("max-model-len", 1_000_000, "more than the 8192 of the model"),
+        ("scheduler-cls", "my.Scheduler", r"scheduler-cls: my\.Scheduler changes .* schedule"),
+        ("max-num-queued-reqs", 5, "max-num-queued-reqs: 5 changes"),
+        ("max_num_partial_prefills", 4, "max-num-partial-prefills: 4 changes"),
     ],
 )
 def test_what_is_served_as_the_tables_do_not_know_is_refused(
@@ -160,6 +163,8 @@ def test_what_is_served_otherwise_than_by_default_is_in_the_profile(tmp_path: Pa
         "num-gpu-blocks-override": 5000,
         "scheduling-policy": "priority",
         "long-prefill-token-threshold": 512,
+        "long-prefill-token-threshold-adaptive": True,
+        "prefill-schedule-interval": "4",
         "served-model-name": "mine",
     }
     profile = derive(Wanted(gpu_of("h200"), a_config(tmp_path), serve_values=served)).profile
@@ -170,7 +175,12 @@ def test_what_is_served_otherwise_than_by_default_is_in_the_profile(tmp_path: Pa
         False,
     )
     assert (shape.block_size, shape.has_priorities) == (32, True)
-    assert shape.scheduler["long_prefill_token_threshold"] == 512
+    scheduler = {
+        "long_prefill_token_threshold": 512,
+        "long_prefill_token_threshold_adaptive": True,
+        "prefill_schedule_interval": 4,
+    }
+    assert shape.scheduler == {**shape.scheduler, **scheduler}
     assert profile.num_blocks_at(EngineLimits(8, 2048)) == 5000
 
 

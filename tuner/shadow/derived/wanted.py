@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final, Self
 
 from tuner.engine.limits import EngineLimits
-from tuner.engine.serve_config import human_integer, hyphenated, limits
+from tuner.engine.serve_config import human_integer, hyphenated, limits, twin
 from tuner.errors import UsageError
 from tuner.shadow.derived.gpus import Gpu
 
@@ -23,12 +23,21 @@ SCHEDULER: Final[Mapping[str, bool | int | float | str]] = {
 }
 """vLLM's own options where a configuration says nothing. Source: config/scheduler.py."""
 
-# Keys that must not say more than this, since the tables are asked about nothing else.
+NAMED_SCHEDULER: Final[Mapping[str, bool | int | float | str]] = {
+    "long_prefill_token_threshold_adaptive": False,
+    "prefill_schedule_interval": 1,
+}
+"""Options that not every release has, so that a profile has them where they are named alone."""
+
+# Keys that must not say more than this: the tables are asked about nothing else, and the
+# simulator keeps no other schedule.
 _ONLY: Final[Mapping[str, tuple[object, ...]]] = {
     "data-parallel-size": (1,),
     "pipeline-parallel-size": (1,),
     "decode-context-parallel-size": (1,),
     "prefill-context-parallel-size": (1,),
+    "max-num-partial-prefills": (1,),
+    "max-long-partial-prefills": (1,),
     "kv-cache-dtype": ("auto", "bfloat16", "float16"),
     "dtype": ("auto", "bfloat16", "float16", "half"),
     **dict.fromkeys(
@@ -36,6 +45,7 @@ _ONLY: Final[Mapping[str, tuple[object, ...]]] = {
             *("speculative-config", "compilation-config", "cudagraph-capture-sizes"),
             *("max-cudagraph-capture-size", "cpu-offload-gb"),
             *("kv-cache-memory-bytes", "kv-transfer-config"),
+            *("scheduler-cls", "max-num-queued-reqs", "max-num-queued-tokens"),
         ),
         (None,),
     ),
@@ -68,14 +78,14 @@ class Served:
     def of(cls, values: Mapping[str, object]) -> Self:
         """Return what a configuration says.
 
-        Raises: UsageError for a value that vLLM would not take, and for what the tables are not
-            asked about.
+        Raises: UsageError for a value that vLLM would not take, and for what is not predicted.
         """
         said = _Values({hyphenated(key): value for key, value in values.items()})
         said.check()
         scheduler = {
             name: said.like(hyphenated(_KEYS.get(name, name)), default)
-            for name, default in SCHEDULER.items()
+            for name, default in {**SCHEDULER, **NAMED_SCHEDULER}.items()
+            if name in SCHEDULER or said.names(hyphenated(name))
         }
         return cls(
             limits=limits(values),
@@ -102,7 +112,7 @@ class _Values:
     values: Mapping[str, object]
 
     def check(self) -> None:
-        """Refuse what the tables are not asked about. Raises: UsageError."""
+        """Refuse what is not predicted. Raises: UsageError."""
         for key, allowed in _ONLY.items():
             value = self.values.get(key)
             is_switch = allowed == (False,)
@@ -111,11 +121,15 @@ class _Values:
             ):
                 continue
             raise UsageError(
-                f"{key}: {value} changes what a step takes, or the KV cache, and the tables "
-                "are not asked about it",
+                f"{key}: {value} changes what a step takes, the KV cache or the schedule, "
+                "and neither the tables nor the simulator know it",
                 "leave it out and judge what is predicted as without it, or measure: tune on "
                 "one such GPU, or tune profile fit in production",
             )
+
+    def names(self, key: str) -> bool:
+        """Whether the configuration says anything of an option, also by its other name."""
+        return key in self.values or twin(key) in self.values
 
     def integer(self, key: str, default: int | None = None) -> int | None:
         """Return a whole number of at least 1. Raises: UsageError."""
