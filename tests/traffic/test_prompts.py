@@ -166,6 +166,14 @@ def test_a_row_without_ids_among_hashed_ones_shares_no_key() -> None:
     assert len(set(source.block_keys(0, 8)) & set(source.block_keys(2, 8))) == 2
 
 
+def test_ids_that_hash_alike_are_told_apart() -> None:
+    ids = [(-1,), (-2,), (0,), (2**61 - 1,), (-(2**63),), (-1,)]
+    source = PromptSource(a_trace([40] * 6, HashIds.from_rows(ids, 40)), 1000)
+    keys = [tuple(source.block_keys(i, 20)) for i in range(6)]
+    assert len(set(keys)) == 5
+    assert keys[0] == keys[5]
+
+
 def test_a_partial_last_block_shares_the_keys_of_the_whole_block() -> None:
     hashes = HashIds.from_rows([(7, 8), (7, 8)], block_size=16)
     source = PromptSource(a_trace([20, 32], hashes), vocab_size=1000)

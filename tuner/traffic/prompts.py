@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import numpy as np
 import numpy.typing as npt
@@ -172,16 +173,18 @@ class PromptSource:
         ids: list[int] = [] if hashes is None else hashes.row_array(index).tolist()
         recorded = 1 if hashes is None else hashes.block_size
         covered, keys = min(len(ids) * recorded, n), list[bytes]()
-        chain, taken = 0, 0
+        chain, taken = b"", 0
         for end in range(begin + block_size, stop + 1, block_size):
             if end > covered:
                 keys.append(own_key(index, end))
                 continue
             needed = (end - 1) // recorded + 1
             while taken < needed:
-                chain = hash((chain, ids[taken]))
+                # Python's own hash takes -1 for -2, and numbers modulo a prime.
+                link = ids[taken].to_bytes(8, "little", signed=True)
+                chain = blake2b(chain + link, digest_size=16).digest()
                 taken += 1
-            keys.append(b"%d:%d" % (chain, end))
+            keys.append(b"%b:%d" % (chain, end))
         return keys
 
     def tokens(self, index: int) -> list[int]:
