@@ -370,6 +370,19 @@ def test_recordings_of_two_engines_are_told_from_two_of_one(tmp_path: Path) -> N
     assert "learnt from 10,156 steps" in done.stdout  # twice 5,078
 
 
+def test_parts_of_a_recording_that_are_not_named_are_told(tmp_path: Path) -> None:
+    for number, name in enumerate(("prod", "prod.1", "prod2")):
+        a_recording(tmp_path, name, later_s=500.0 * number)
+    (tmp_path / "prod.2.jsonl").touch()
+    words = ["profile", "fit", "-o", str(tmp_path / "fitted.yaml"), "--recording"]
+    told = "left out prod.1.jsonl: the recording goes on there"
+    done = CliRunner().invoke(command, [*words, str(tmp_path / "prod.jsonl")])
+    assert done.exit_code == 0, done.exception
+    assert told in done.stderr
+    both = [str(tmp_path / "prod.jsonl"), "--recording", str(tmp_path / "prod.1.jsonl")]
+    assert "left out prod" not in CliRunner().invoke(command, [*words, *both]).stderr
+
+
 def test_a_file_whose_only_client_left_does_not_keep_the_others_from_teaching(
     tmp_path: Path,
 ) -> None:

@@ -22,7 +22,13 @@ from tuner.shadow.derived.wanted import Served, Wanted
 from tuner.shadow.learnt import learn_profile
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import Profile, write_profile
-from tuner.shadow.recorded import HOW, RecordedRequests, read_steps, steps_beside
+from tuner.shadow.recorded import (
+    HOW,
+    RecordedRequests,
+    parts_not_named,
+    read_steps,
+    steps_beside,
+)
 from tuner.shadow.served import off_recorded
 from tuner.traffic.formats import ReadOptions
 from tuner.traffic.traces import Aborted
@@ -158,6 +164,12 @@ def run_profile_derive(options: DeriveOptions) -> int:
 def run_profile_fit(options: ProfileFitOptions) -> int:
     """Learn the profile, hold it to the recording, write it and say so. Raises: TunerError."""
     paths = options.steps or steps_beside(options.recordings)
+    if not options.steps and (left := parts_not_named(options.recordings)):
+        names = ", ".join(path.name for path in left)
+        say(
+            f"left out {names}: the recording goes on there, and its steps are read; name them "
+            "with --recording too, or their folder"
+        )
     recorded = read_steps(paths)
     requests = RecordedRequests.read(options.recordings)
     values = {} if options.config is None else read_config(options.config).values

@@ -164,9 +164,30 @@ def steps_beside(recordings: Sequence[Path]) -> list[Path]:
 
 def _steps_of(recording: Path) -> list[Path]:
     """Return the files of steps of all parts of a recording, whichever part is named."""
+    return [path for path in _parts_of(recording, SUFFIX) if path.suffix == SUFFIX]
+
+
+def parts_not_named(recordings: Sequence[Path]) -> list[Path]:
+    """Return the files of requests that the recordings go on in, and that are not among them.
+
+    Raises: TraceError for a folder without recordings.
+    """
+    named = expand(recordings)
+    known = {path.with_name(plain_name(path)) for path in named}
+    found = {
+        part
+        for path in named
+        for part in _parts_of(path, Path(plain_name(path)).suffix)
+        if part.with_name(plain_name(part)) not in known and not _is_empty(part)
+    }
+    return sorted(found)
+
+
+def _parts_of(recording: Path, suffix: str) -> list[Path]:
+    """Return the files beside a recording that are of any part of it, packed or not."""
     stem = re.sub(f"{_PART}$", "", Path(plain_name(recording)).stem)
-    own = re.compile(rf"{re.escape(stem)}{_PART}{re.escape(SUFFIX)}")
-    return [path for path in recording.parent.glob(f"*{SUFFIX}") if own.fullmatch(path.name)]
+    own = re.compile(rf"{re.escape(stem)}{_PART}{re.escape(suffix)}")
+    return [path for path in recording.parent.glob("*") if own.fullmatch(plain_name(path))]
 
 
 def read_steps(paths: Iterable[Path]) -> list[RecordedSteps]:
