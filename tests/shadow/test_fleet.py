@@ -203,6 +203,21 @@ def test_an_autoscaler_follows_what_is_in_flight() -> None:
     assert log.on_s.sum() < 0.75 * fixed.on_s.sum()
 
 
+def test_an_autoscaler_shrinks_as_what_was_needed_leaves_the_time_that_it_holds() -> None:
+    prepared, plan = steady(np.repeat([0.025, 0.1, 0.5], [800, 200, 200]))
+    engine = replace(STEADY, shape=replace(STEADY.shape, max_model_len=64))
+    scaler = Autoscaler(target=4.0, every_s=1.0, hold_s=30.0)
+    fleet = Fleet(16, autoscaler=scaler)
+    log = simulate_fleet(engine, prepared, EngineLimits(8, 2048), plan, fleet)
+    lines, needed, on_s = log.log.timelines, list[int](), np.zeros(16)
+    for at_s in range(int(log.log.clock_s) + 1):
+        in_flight = np.sum((lines.due_s <= at_s) & (lines.last_s > at_s))
+        needed.append(max(1, -(-int(in_flight) // 4)))
+        on_s[: max(needed[-30:])] += 1.0
+    # Whoever is wanted no more answers what it has first, and is off by the look after.
+    assert log.on_s == pytest.approx(on_s, abs=2.0)
+
+
 def test_what_no_router_can_deal_out_is_refused() -> None:
     case = open_case(1)
     warmed = replace(case, trace=replace(case.trace, lead_in_s=1.0))

@@ -283,6 +283,8 @@ def _router(prepared: PreparedTrace, fleet: Fleet) -> r.Fleet:
     floats[r.START_S] = fleet.start_s
     states = np.zeros((fleet.replicas, r.REPLICA_INTEGERS), np.int64)
     states[: fleet.at_first, r.STATE] = r.SERVES
+    needed_s = np.full(fleet.replicas + 1, -math.inf)
+    needed_s[: fleet.at_first + 1] = 0.0
     numbers = prepared.chains[3] if fleet.router is Router.PREFIX else 0
     return r.Fleet(
         integers,
@@ -293,6 +295,7 @@ def _router(prepared: PreparedTrace, fleet: Fleet) -> r.Fleet:
         np.full(len(trace), -1, np.int32),
         np.array([*fleet.plan, (math.inf, 0)], dtype=np.float64),
         np.zeros(max(1, numbers), np.uint64),
+        needed_s,
     )
 
 

@@ -21,15 +21,15 @@ from tuner.shadow.compiled import compiled, part
 # How requests are dealt out: as traffic.reshape.Router.
 ROUND_ROBIN, LEAST_LOADED, PREFIX = range(3)
 
-# The integers of a fleet. WANTED is how many replicas are to be up, HIGHEST what was wanted at
-# most since MORE was; PLANNED counts the changes of the plan that were made.
+# The integers of a fleet. WANTED is how many replicas are to be up; PLANNED counts the changes
+# of the plan that were made.
 (
-    ROUTER, REPLICAS, CALLED, CALLS, TURN, WANTED, HIGHEST, FEWEST, PLANNED, PLANS,
+    ROUTER, REPLICAS, CALLED, CALLS, TURN, WANTED, FEWEST, PLANNED, PLANS,
     CACHED_SHARE, MAX_BUSIER, FLEET_INTEGERS,
-) = range(13)  # fmt: skip
-# Its instants and seconds: when it is looked at next, how often, and how long fewer have to do
-# before it shrinks; how long a start takes; how many requests in flight a replica is for.
-LOOK, EVERY_S, HOLD_S, MORE_AT, START_S, TARGET, FLEET_FLOATS = range(7)
+) = range(12)  # fmt: skip
+# Its instants and seconds: when it is looked at next, how often, and for how long it keeps what
+# was needed; how long a start takes; how many requests in flight a replica is for.
+LOOK, EVERY_S, HOLD_S, START_S, TARGET, FLEET_FLOATS = range(6)
 
 # What a replica does, how many requests had ended before its last step; since when it is on,
 # from when it serves, and how long it was on before.
@@ -70,10 +70,11 @@ class Fleet(NamedTuple):
 
     `calls` are the rows that are dealt out, by due time; `plan` are instants and the replicas
     wanted from then on; bit i of seen[number] says that replica i had a prompt that begins so.
+    needed_s[k] is when k replicas were needed last, -inf for never.
 
     Shapes: integers [FLEET_INTEGERS], floats [FLEET_FLOATS], states [replicas,
         REPLICA_INTEGERS], times_s [replicas, REPLICA_FLOATS], calls [m], places [n], plan
-        [changes, 2], seen [numbers].
+        [changes, 2], seen [numbers], needed_s [replicas + 1].
     """
 
     integers: Any
@@ -84,6 +85,7 @@ class Fleet(NamedTuple):
     places: Any
     plan: Any
     seen: Any
+    needed_s: Any
 
 
 _inner = part()
@@ -265,14 +267,13 @@ def _look(many, common, fleet, at_s):
         return
     needed = math.ceil(total / floats[TARGET])
     needed = min(max(needed, ints[FEWEST]), ints[REPLICAS])
-    ints[HIGHEST] = max(ints[HIGHEST], needed)
-    if needed >= ints[WANTED]:
-        floats[MORE_AT], ints[HIGHEST] = at_s, 0
-        if needed > ints[WANTED]:
-            _want(fleet, needed, at_s)
-    elif at_s - floats[MORE_AT] >= floats[HOLD_S]:
-        _want(fleet, ints[HIGHEST], at_s)
-        floats[MORE_AT], ints[HIGHEST] = at_s, 0
+    fleet.needed_s[needed] = at_s
+    wanted = needed
+    for count in range(needed + 1, ints[REPLICAS] + 1):
+        if at_s - fleet.needed_s[count] < floats[HOLD_S]:
+            wanted = count
+    if wanted != ints[WANTED]:
+        _want(fleet, wanted, at_s)
 
 
 @_inner
