@@ -53,19 +53,23 @@ def test_the_turn_after_a_refused_request_still_goes() -> None:
     assert len(line.e2e_s) == 1
 
 
-@given(turns(), st.data())
+@given(turns(), st.floats(0, 30), st.data())
 def test_taking_rows_keeps_who_waits_for_whom_among_those_left(
-    known: Turns, data: st.DataObject
+    known: Turns, answer_s: float, data: st.DataObject
 ) -> None:
+    """And each for so long that, where answers take as long as recorded, it comes as it did."""
+    due_s = np.zeros(len(known))
+    for row, before in enumerate(known.after.tolist()):
+        due_s[row] = due_s[before] + answer_s + known.pause_s[row] if before >= 0 else 0.0
     rows = data.draw(st.lists(st.integers(0, len(known) - 1), unique=True, min_size=1))
-    taken = known.take(np.array(rows))
+    taken = known.take(np.array(rows), due_s)
     for new, old in enumerate(rows):
-        before, pause_s = int(known.after[old]), float(known.pause_s[old])
+        before = int(known.after[old])
         while before >= 0 and before not in rows:
-            before, pause_s = int(known.after[before]), pause_s + float(known.pause_s[before])
+            before = int(known.after[before])
         if before >= 0:
             assert rows[taken.after[new]] == before
-            assert taken.pause_s[new] == pytest.approx(pause_s)
+            assert taken.pause_s[new] == pytest.approx(due_s[old] - due_s[before] - answer_s)
         else:
             assert (taken.after[new], taken.pause_s[new]) == (-1, 0)
 

@@ -122,24 +122,29 @@ class Turns:
     def __len__(self) -> int:
         return len(self.after)
 
-    def take(self, rows: Ints) -> Turns:
+    def take(self, rows: Ints, due_s: Floats) -> Turns:
         """Return the given rows in the given order.
 
-        Who waited for one left out waits for the one before it, and both pauses long.
+        Who waited for one left out waits for the one before it, for as long as the one left
+        out took: its pause, its answer and the pause after that, so that it comes at its
+        recorded time.
+
+        Shapes: due_s is [n], when each request was due.
 
         >>> turns = Turns(np.array([-1, 0, 1]), np.array([0.0, 2.0, 3.0]))
-        >>> shorter = turns.take(np.array([2, 0]))
+        >>> shorter = turns.take(np.array([2, 0]), np.array([0.0, 6.0, 19.0]))
         >>> shorter.after.tolist(), shorter.pause_s.tolist()
-        ([1, -1], [5.0, 0.0])
+        ([1, -1], [15.0, 0.0])
         """
         # The last place stands for none: -1 as an index.
         place = np.full(len(self) + 1, -1, dtype=np.int64)
         place[rows] = np.arange(len(rows))
-        after, pause_s = self.after[rows], self.pause_s[rows]
+        came, after, pause_s = rows.copy(), self.after[rows], self.pause_s[rows]
         while (gone := np.flatnonzero((after >= 0) & (place[after] < 0))).size:
             left_out = after[gone]
-            after[gone] = self.after[left_out]
-            pause_s[gone] += self.pause_s[left_out]
+            later_s = due_s[came[gone]] - due_s[left_out] - self.pause_s[came[gone]]
+            pause_s[gone] += self.pause_s[left_out] + np.maximum(later_s, 0.0)
+            came[gone], after[gone] = left_out, self.after[left_out]
         after = place[after]
         return Turns(after, np.where(after >= 0, pause_s, 0.0))
 
@@ -301,8 +306,9 @@ class Trace:
     def slice_rows(self, indices: npt.ArrayLike) -> Trace:
         """Return the given rows (ascending indices or a mask), their due times unchanged.
 
-        A turn whose predecessor is left out comes at its recorded time. What they are a part
-        of is not known any more.
+        A turn whose predecessor is left out waits for the one before that, and comes at its
+        recorded time where that is answered as fast as recorded. What they are a part of is not
+        known any more.
         """
         rows = np.asarray(indices)
         rows = np.flatnonzero(rows) if rows.dtype == np.bool_ else rows.astype(np.int64)
@@ -314,7 +320,7 @@ class Trace:
             hashes=self.hashes.take(rows) if self.hashes is not None else None,
             e2e_s=self.e2e_s[rows] if self.e2e_s is not None else None,
             ttft_s=self.ttft_s[rows] if self.ttft_s is not None else None,
-            turns=self.turns.take(rows) if self.turns is not None else None,
+            turns=self.turns.take(rows, self.due_s) if self.turns is not None else None,
             request_ids=_pick(self.request_ids, rows),
             priorities=self.priorities[rows] if self.priorities is not None else None,
             recorded=None,

@@ -138,7 +138,7 @@ class Columns:
 
     def take(self, rows: npt.NDArray[np.int64]) -> Columns:
         """Return the given rows, in the given order."""
-        names = self.request_ids
+        names, due_s = self.request_ids, self.arrived / self.ticks_per_s
         models = self.models and Labels(self.models.codes[rows], self.models.names)
         return replace(
             self,
@@ -151,7 +151,7 @@ class Columns:
             models=models,
             failed=self.failed[rows] if self.failed is not None else None,
             aborted=self.aborted[rows] if self.aborted is not None else None,
-            turns=self.turns.take(rows) if self.turns is not None else None,
+            turns=self.turns.take(rows, due_s) if self.turns is not None else None,
             request_ids=tuple(names[i] for i in rows.tolist()) if names is not None else None,
             priorities=self.priorities[rows] if self.priorities is not None else None,
         )
