@@ -103,6 +103,7 @@ class Caveat(StrEnum):
     UNIFORM_TRACE = "uniform_trace"
     QUANTISED_CLOCK = "quantised_clock"
     LOW_DEMAND = "low_demand"
+    LOAD_MISSED = "load_missed"
     SAMPLED_TRACE = "sampled_trace"
     REQUESTS_REFUSED = "requests_refused"
     REQUESTS_CLIPPED = "requests_clipped"
@@ -130,6 +131,7 @@ class Caveat(StrEnum):
     PROFILE_FORCED = "profile_forced"
     COLD_DIFFERS = "cold_differs"
     RECORDING_ENDED = "recording_ended"
+    REQUESTS_RAN_OUT = "requests_ran_out"
     ANSWERS_CUT = "answers_cut"
     EXPERTS_ON_RANDOM_TEXT = "experts_on_random_text"
     STEPS_SET_ASIDE = "steps_set_aside"
@@ -157,6 +159,10 @@ _CAVEAT_TEXTS: dict[Caveat, str] = {
     Caveat.LOW_DEMAND: (
         "an engine that keeps up with the trace does not fill the larger caps; a slower or "
         "overloaded one may"
+    ),
+    Caveat.LOAD_MISSED: (
+        "whole sessions, or requests in flight, come more than a tenth off the load that was "
+        "asked for: what they come to stands in the trace's description"
     ),
     Caveat.SAMPLED_TRACE: "the trace was sampled from aggregates, not recorded",
     Caveat.REQUESTS_REFUSED: "requests longer than the engine's max_model_len were refused",
@@ -222,6 +228,10 @@ _CAVEAT_TEXTS: dict[Caveat, str] = {
     Caveat.RECORDING_ENDED: (
         "closed loop: the recording ended before many requests were answered; rates and "
         "latencies are of the time until then"
+    ),
+    Caveat.REQUESTS_RAN_OUT: (
+        "closed loop: the requests ran out before the recording ended, as the engine is faster "
+        "than their number allows for; rates and latencies are of the time until then"
     ),
     Caveat.EXPERTS_ON_RANDOM_TEXT: (
         "a mixture-of-experts model was replayed on random text, which is routed to other "

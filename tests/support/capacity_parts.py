@@ -57,7 +57,7 @@ def truly(
             log = replay(engine, offered, PromptSource(offered, 1000, 16), ReplayPlan())
         return replace(measure([log], SLOS), load=load)
 
-    held = measure_capacity(at, 1.0, SLOS)
+    held = measure_capacity(at, [trace], 1.0, SLOS)
     if not isinstance(held, Measurement) or not held.capacity:
         raise AssertionError(f"{limits} bears nothing: {held}")
     return replace(at(1.0), capacity=held.capacity)

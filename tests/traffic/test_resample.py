@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.traffic import a_trace, steady
-from tuner.errors import TooFewSamplesError, UsageError
+from tuner.errors import Caveat, TooFewSamplesError, UsageError
 from tuner.stats import Ints
+from tuner.traffic.concurrency import Concurrency
+from tuner.traffic.describe import describe, prefix_reuse_ratio
 from tuner.traffic.prefixes import HashIds
-from tuner.traffic.resample import Resampler, at_load, sessions_of
+from tuner.traffic.resample import Resampler, at_load, multiple_of, sessions_of
 from tuner.traffic.traces import TooLong, Trace, Turns
 
 SIZE = 16
@@ -56,7 +58,8 @@ def test_the_time_stays_and_the_arrivals_are_multiplied(load: float, seed: int) 
     assert scaled.duration_s <= trace.duration_s + 2 * gap_s
     if load > 1:
         assert scaled.duration_s >= trace.duration_s - 2 * gap_s
-    assert scaled.load == load
+    assert scaled.load == pytest.approx(load, rel=0.01)
+    assert multiple_of([scaled]) == pytest.approx(len(scaled) / len(trace), rel=0.01)
     assert set(scaled.prompt_tokens) <= set(trace.prompt_tokens)
 
 
@@ -75,6 +78,67 @@ def test_a_larger_load_holds_whatever_a_smaller_one_does() -> None:
     trace = replace(steady(100, 2.0), request_ids=tuple(f"r{i}" for i in range(100)))
     names = [set(at_load(trace, load).request_ids or ()) for load in (0.3, 0.6, 1, 1.5, 2.2)]
     assert all(a <= b for a, b in pairwise(names))
+
+
+def uneven() -> Trace:
+    """Return forty sessions, of which the first has five in six of the requests."""
+    after = np.where(np.arange(234) % 6 == 5, -1, 0)
+    after[0] = -1
+    return replace(
+        a_trace([float(row) for row in range(234)]), turns=Turns(after, np.zeros(234))
+    )
+
+
+@pytest.mark.parametrize(("load", "caveat"), [(0.5, True), (1.5, True), (3, False)])
+def test_a_load_says_what_whole_sessions_come_to(load: float, *, caveat: bool) -> None:
+    trace = uneven()
+    scaled = at_load(trace, load)
+    found = len(scaled) / len(trace)
+    # With the long session or without it, whichever comes closer.
+    assert abs(found - load) < 0.43
+    warnings = {w.code: w.text for w in describe(scaled).warnings}
+    assert (Caveat.LOAD_MISSED in warnings) is caveat
+    if caveat:
+        assert f"{found:.3g} times the recorded load" in warnings[Caveat.LOAD_MISSED]
+        assert f"where {load:g} was asked for" in warnings[Caveat.LOAD_MISSED]
+    assert multiple_of([scaled]) == pytest.approx(found, rel=0.01)
+    if load < 1:
+        assert at_load(scaled, 1 / load) is trace
+
+
+@pytest.mark.parametrize(("load", "copies"), [(1e-9, 1), (0.1, 1), (1.1, 1), (2.9, 3)])
+def test_one_session_is_there_a_whole_number_of_times(load: float, copies: int) -> None:
+    turns = Turns(np.arange(-1, 59), np.zeros(60))
+    one = at_load(replace(a_trace([float(row) for row in range(60)]), turns=turns), load)
+    assert len(one) == 60 * copies
+    assert multiple_of([one]) == copies
+
+
+def test_a_load_for_which_there_is_no_memory_is_refused_before_it_is_tried() -> None:
+    with pytest.raises(
+        UsageError, match=r"100,000,000,000 requests, .* GB of memory"
+    ) as caught:
+        at_load(steady(100_000, 10.0), 1e6)
+    assert "smaller load" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("load", [0.5, 1.5, 4])
+def test_requests_last_as_long_as_what_is_in_flight_at_a_load(load: float) -> None:
+    """Rows are as dense as ever where they are sent, and share what they shared."""
+    chat, flow = (
+        chats(sessions=400, turns=3, every_s=1.0),
+        Concurrency(np.array([0.0, 440.0]), np.array([8, 8])),
+    )
+    trace = replace(chat, concurrency=flow)
+    scaled = at_load(trace, load)
+    assert scaled.concurrency is not None
+    assert scaled.concurrency.in_flight.tolist() == [8 * load] * 2
+    assert len(scaled) == round(load * len(trace))
+    counts = [np.histogram(t.due_s, np.linspace(0, 440, 9))[0] for t in (trace, scaled)]
+    assert counts[1] == pytest.approx(load * counts[0], rel=0.3)
+    assert prefix_reuse_ratio(scaled) == pytest.approx(prefix_reuse_ratio(trace) or 0, rel=0.03)
+    if load < 1:
+        assert at_load(scaled, 1 / load) is trace
 
 
 @pytest.mark.parametrize("load", [0.5, 1.5, 3])
@@ -310,3 +374,10 @@ def test_of_too_few_requests_after_a_lead_in_no_other_traffic_is_drawn() -> None
 def test_too_little_traffic_is_not_resampled(requests: int) -> None:
     with pytest.raises(TooFewSamplesError, match=f"160 arrivals, got {requests}"):
         Resampler(steady(requests, 1.0))
+
+
+@pytest.mark.parametrize("sessions", [5, 15, 40])
+def test_of_too_few_sessions_no_other_traffic_is_drawn(sessions: int) -> None:
+    """Nor of such as all begin together, of which most stretches hold none."""
+    with pytest.raises(TooFewSamplesError, match=rf"sessions .* got {sessions}"):
+        Resampler(chats(sessions, turns=60, every_s=0.1))

@@ -16,7 +16,7 @@ from tuner.drift.retune import RetuneOptions
 from tuner.errors import UsageError
 from tuner.search.objective import Objective
 from tuner.search.space import DEFAULT_LADDER
-from tuner.traffic.resample import at_load
+from tuner.traffic.resample import at_load, load_missed
 from tuner.traffic.sketch import TrafficSketch, sketch_of
 from tuner.traffic.traces import TooLong, Trace
 
@@ -121,4 +121,6 @@ def _current(options: CheckOptions, *, is_closed: bool) -> tuple[Trace, TrafficS
             say(remark)
     if traffic.load != 1:
         trace = at_load(trace, traffic.load)
+        if missed := load_missed(trace.notes.remarks):
+            say(missed)
     return trace, sketch_of(trace, drawn_s)

@@ -6,7 +6,7 @@ Each command's own options hold some of these; below them nothing sees click's p
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
@@ -35,6 +35,7 @@ from tuner.shadow.profiled import ProfiledEngine
 from tuner.shadow.profiles import Profile, read_profile
 from tuner.traffic.describe import LARGEST_CAP
 from tuner.traffic.formats import ReadOptions, TimeUnit
+from tuner.traffic.resample import at_load, load_missed
 from tuner.traffic.traces import Aborted, LoadModel, TooLong, Trace, ZeroOutput
 from tuner.traffic.windows import Window, WindowChoice, whole
 
@@ -168,6 +169,13 @@ def announce(traffic: Traffic, *, is_demo: bool = False) -> None:
         say(line)
     if is_demo:
         say(DEMO_NOTE)
+
+
+def say_missed(trace: Trace, loads: Iterable[float]) -> None:
+    """Say which loads of a trace its whole sessions do not come to. Raises: UsageError."""
+    for load in loads:
+        if missed := load_missed(at_load(trace, load).notes.remarks):
+            say(missed)
 
 
 @dataclass(frozen=True, slots=True)

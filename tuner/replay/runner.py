@@ -22,7 +22,7 @@ from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.replay.process import EngineProcess, EngineStart
 from tuner.replay.slo import Slo
 from tuner.replay.timeline import Outcome
-from tuner.traffic.resample import at_load
+from tuner.traffic.resample import at_load, multiple_of
 from tuner.traffic.traces import Trace
 
 _Answer = TypeVar("_Answer")
@@ -302,13 +302,17 @@ class EngineRunner:
 
 
 def measure_capacity(
-    measure_at: Callable[[float], Measurement | Failure], start: float, slos: Sequence[Slo]
+    measure_at: Callable[[float], Measurement | Failure],
+    traces: Sequence[Trace],
+    start: float,
+    slos: Sequence[Slo],
 ) -> Measurement | Failure:
     """Return the measurement at the largest load at which the SLOs hold, and that load.
 
-    `measure_at` replays at a multiple of the trace's load, `start` is the first to try.
-    Capacity is a multiple of the recorded load, whatever load the trace already is at. It is
-    never above what the engine finishes when it is never idle, since more is not sustained.
+    `measure_at` replays the traces at a multiple of their load, `start` is the first to try.
+    Capacity is a multiple of the recorded load, whatever load the traces already are at: what
+    their whole sessions come to at the load that is borne. It is never above what the engine
+    finishes when it is never idle, since more is not sustained.
     Where the SLOs hold at no load, the measurement at the first, and capacity 0.
     """
     measured: dict[float, Measurement] = {}
@@ -325,8 +329,8 @@ def measure_capacity(
         borne: float | None = end.value
     if borne is None:
         return replace(measured[start], capacity=0.0)
-    best = measured[borne]
-    return replace(best, capacity=best.load)
+    offered = [at_load(trace, borne) for trace in traces]
+    return replace(measured[borne], capacity=multiple_of(offered))
 
 
 def holds(measured: Measurement, slos: Sequence[Slo]) -> bool:

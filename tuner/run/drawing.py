@@ -25,8 +25,8 @@ from tuner.run.context import Workload
 from tuner.run.predict import (
     Predictions,
     at_once,
-    offered_per_s,
     predict_more,
+    recorded_per_s,
     scored,
 )
 from tuner.search.effects import Effects, Spreads
@@ -482,15 +482,15 @@ class Drawing:
         there is none.
         """
         pieces, slos = self._workload.pieces, self._workload.slos
-        possible, recorded_per_s = self.possible(limits, count), offered_per_s(pieces)
+        possible, usual_per_s = self.possible(limits, count), recorded_per_s(pieces)
 
         def bears(k: int) -> float | None:
             replays, engine = possible[k]
             at = partial(replays.measure, engine, limits)
-            found = measure_capacity(at, self._workload.plan.load, slos)
+            found = measure_capacity(at, replays.traffic, self._workload.plan.load, slos)
             if isinstance(found, Failure):
                 return None
-            rate = offered_per_s(replays.traffic) / recorded_per_s
+            rate = recorded_per_s(replays.traffic) / usual_per_s
             return (found.capacity or 0.0) * rate
 
         found = at_once(self._predictor, self._workload, bears, range(count))
@@ -598,7 +598,8 @@ class Replays:
         workload, load = self._workload, self._workload.plan.load
         at = partial(self.measure, engine, limits)
         if workload.scoring.objective is Objective.CAPACITY:
-            return scored(workload, measure_capacity(at, load, workload.slos))
+            found = measure_capacity(at, self.traffic, load, workload.slos)
+            return scored(workload, found)
         return scored(workload, at(load))
 
     def measure(

@@ -32,6 +32,7 @@ from tuner.search.trials import (
 )
 from tuner.shadow import simulator
 from tuner.shadow.predictor import Predictor
+from tuner.traffic.resample import multiple_of
 from tuner.traffic.traces import LoadModel, Trace
 
 # Rounds of looking between the best cap and its neighbours: ours; each halves the gap.
@@ -231,7 +232,12 @@ def capacity_per_s(
 
 def per_s(workload: Workload, load: float) -> float:
     """Return how many requests a second come at a multiple of the recorded load."""
-    return load / workload.pieces[0].load * offered_per_s(workload.pieces)
+    return load * recorded_per_s(workload.pieces)
+
+
+def recorded_per_s(pieces: Sequence[Trace]) -> float:
+    """Return how many requests a second come at the recorded load, whatever theirs is."""
+    return offered_per_s(pieces) / multiple_of(pieces)
 
 
 def offered_per_s(pieces: Sequence[Trace]) -> float:

@@ -164,7 +164,7 @@ class Predictor:
         def measure_at(load: float) -> Measurement | Failure:
             return self.measure(traces, limits, replace(plan, load=load), slos)
 
-        return measure_capacity(measure_at, plan.load, slos)
+        return measure_capacity(measure_at, traces, plan.load, slos)
 
     def _ceiling(self, limits: EngineLimits) -> EngineLimits:
         return limits if self.ceiling is None else self.ceiling.covering(limits)

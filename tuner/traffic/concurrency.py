@@ -41,6 +41,14 @@ class Concurrency:
         if self.in_flight.min() < 0:
             raise ValueError("in_flight must be at least 0")
 
+    @property
+    def mean(self) -> float:
+        """How many were in flight on average, up to the last reading."""
+        lasted_s = np.diff(self.times_s)
+        if not lasted_s.size:
+            return float(self.in_flight[0])
+        return float(self.in_flight[:-1] @ lasted_s / lasted_s.sum())
+
     def between(self, start_s: float, end_s: float) -> Concurrency:
         """Return the stretch [start_s, end_s), counted from start_s.
 

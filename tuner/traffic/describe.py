@@ -20,6 +20,7 @@ from tuner.traffic.concurrency import (
     in_flight_shares,
 )
 from tuner.traffic.prefixes import HashIds
+from tuner.traffic.resample import load_missed
 from tuner.traffic.reshape import MANY_ROWS, clock_tick_s, tied_ratio
 from tuner.traffic.traces import Trace, counts_text
 
@@ -55,7 +56,7 @@ def warnings_of(
         _sampled_warning(trace),
         _closed_warning(trace),
         _aborted_warning(trace),
-        *(TraceWarning("remark", remark) for remark in trace.notes.remarks),
+        *map(_remark_warning, trace.notes.remarks),
         _order_warning(trace),
         _clock_warning(trace.due_s),
         _uniform_warning(trace),
@@ -95,6 +96,10 @@ def _aborted_warning(trace: Trace) -> TraceWarning | None:
         f"clients left before {notes.aborted:,} answers were whole: what they asked for "
         "is not recorded, compare with --aborted keep, which is the least that it was",
     )
+
+
+def _remark_warning(remark: str) -> TraceWarning:
+    return TraceWarning(Caveat.LOAD_MISSED if load_missed([remark]) else "remark", remark)
 
 
 def _order_warning(trace: Trace) -> TraceWarning | None:

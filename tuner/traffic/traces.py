@@ -234,8 +234,9 @@ class Trace:
     arrivals, which only a closed loop can replay. `zero_s` is what the recording's own clock
     showed at 0, and `origin` what that clock is. Equal hash ids of two recordings are the same
     block if their `hash_scope` is the same, which is empty for ids of a whole data set. `load`
-    is the multiple of the recorded arrivals that these are (`resample.at_load`); below 1
-    `recorded` is what they are a part of, so that more of them is more of that, bursts and all.
+    is the multiple of the recorded arrivals that these are (`resample.at_load`); below 1 it is
+    what was asked for, and `recorded` is what they are a part of, so that more of them is more
+    of that, bursts and all.
     Of `priorities` the smallest is served first, as in vLLM; None where all are alike.
     What is due in the first `lead_in_s` warms the engine up, its queue and its prefix cache: it
     is replayed and not measured, and a log's clock is at zero when it is over.

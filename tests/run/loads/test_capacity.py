@@ -34,7 +34,7 @@ from tuner.search.trials import Phase
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import KvStart
 from tuner.traffic.resample import at_load
-from tuner.traffic.traces import Trace
+from tuner.traffic.traces import Trace, Turns
 
 TRACE = steady(240, per_s=6.0, prompt=110, output=35)
 SLOS = (Slo.parse("e2e_p90=2s"),)
@@ -236,6 +236,13 @@ def test_no_window_is_so_short_that_more_is_borne_than_can_be_finished(
     assert 0.7 * most < found.capacity < 1.06 * most
     # A window of one life of a request shows no queue; the sentence then says so.
     assert found.spans_lives == (length_s > 4.0)
+
+
+def test_the_capacity_of_one_session_is_how_often_it_is_there() -> None:
+    after = np.where(np.arange(len(TRACE)) > 0, 0, -1)
+    turns = Turns(after, np.where(after >= 0, TRACE.due_s, 0.0))
+    found = capacity_of(LARGE, replace(TRACE, turns=turns)).capacity
+    assert found in (1.0, 2.0)
 
 
 def test_a_capacity_that_the_window_cannot_show_is_not_claimed() -> None:

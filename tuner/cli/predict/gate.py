@@ -16,6 +16,7 @@ from tuner.cli.inputs import (
     TrafficOptions,
     announce,
     check_output,
+    say_missed,
 )
 from tuner.cli.options import Params, path_of
 from tuner.emit.gate import NO_GATE, WRITERS, evidence
@@ -109,6 +110,7 @@ def _found(options: GateOptions) -> GateAnswer:
     plan = options.traffic.plan(trace)
     window = asked_window(options.traffic.window, trace, plan)
     aim = Aim(Objective.GOODPUT, options.slos, plan, window)
+    say_missed(trace, options.loads)
     return find_gate(predictor, limits, Workload.of_whole(trace, aim), options.loads, say)
 
 

@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from typing import Self
 
 from tuner.cli.console import say
-from tuner.cli.inputs import WHERE_PROFILES_ARE, ShadowOptions, TrafficOptions, announce
+from tuner.cli.inputs import (
+    WHERE_PROFILES_ARE,
+    ShadowOptions,
+    TrafficOptions,
+    announce,
+    say_missed,
+)
 from tuner.cli.options import Params
 from tuner.drift.retune import Retune
 from tuner.engine.limits import EngineLimits
@@ -119,6 +125,7 @@ class LoadsOptions:
         traffic = self.traffic.read(max(self.ladder) * PAST_LADDER)
         announce(traffic)
         trace, retune = self.retune(source, traffic.trace, self.loads[-1])
+        say_missed(trace, self.loads)
         window = asked_window(self.traffic.window, trace, self.traffic.plan(trace))
         if remark := retune.predictor.info(retune.space.current).remark:
             say(remark)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Self
 
 from tuner.cli.console import say, show_result
-from tuner.cli.inputs import check_named
+from tuner.cli.inputs import check_named, say_missed
 from tuner.cli.options import Params
 from tuner.cli.predict.options import LoadsOptions
 from tuner.drift.by_hour import Calendar, Hour, calendar_of, hours_of, parse_offset
@@ -202,6 +202,7 @@ def _fleet(inputs: LoadsOptions, source: ProfiledEngine, aim: FleetAim) -> Fleet
         )
     aim = replace(aim, devices=predictor.profile.shape.devices)
     plan = replace(inputs.aim(trace).plan, load=inputs.traffic.load)
+    say_missed(trace, [plan.load])
     return plan_fleet(predictor, retune.space, trace, plan, aim, say)
 
 
@@ -213,6 +214,7 @@ def _calendar(inputs: LoadsOptions, source: ProfiledEngine, utc_offset_s: float)
     trace, retune = inputs.retune(source, recorded, load)
     aim = inputs.aim(trace)
     aim = replace(aim, plan=replace(aim.plan, load=load))
+    say_missed(trace, [load])
     return calendar_of(trace, _hours(trace, utc_offset_s), retune, aim, say)
 
 

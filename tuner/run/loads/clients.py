@@ -27,7 +27,7 @@ from tuner.shadow.predictor import Predictor
 from tuner.stats import Floats, Ints, WeightedSamples
 from tuner.traffic.describe import reused_tokens
 from tuner.traffic.prefixes import HashIds
-from tuner.traffic.resample import at_load
+from tuner.traffic.resample import at_load, multiple_of
 from tuner.traffic.traces import Trace
 
 # The share of the time for which a pool has to suffice: ours, all but 3.6 s of an hour.
@@ -53,11 +53,11 @@ def advise(predictor: Predictor, limits: EngineLimits, workload: Workload) -> Cl
             "--load-model closed --concurrency N",
         )
     p99_s = now.latency("e2e_s", "p99") or 0.0
-    most, there = None, None
+    most, there, borne = None, None, 0.0
     if slos and plan.bears_loads:
         found = predictor.measure_capacity(pieces, limits, plan, slos)
         if isinstance(found, Measurement) and found.capacity:
-            most = found.capacity / pieces[0].load
+            borne, most = found.capacity, found.capacity / pieces[0].load
             at = replace(plan, load=most)
             there = _in_flight(predictor, limits, pieces, at)
     return ClientAdvice(
@@ -66,7 +66,9 @@ def advise(predictor: Predictor, limits: EngineLimits, workload: Workload) -> Cl
         connections=math.ceil(flight.value_at(POOLED)),
         most_in_flight=None if there is None else max(1, math.ceil(there.value_at(0.99))),
         timeout_s=PATIENCE * p99_s,
-        retries=None if most is None else max(0.0, most / plan.load - 1.0),
+        retries=None
+        if most is None
+        else max(0.0, borne / (plan.load * multiple_of(pieces)) - 1.0),
         too_long=_too_long(predictor, limits, workload) if slos else None,
         sharing=_sharing(pieces, plan, now.prefix_cache_hit_ratio or 0.0),
     )
