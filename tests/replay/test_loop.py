@@ -147,9 +147,18 @@ def test_a_slower_engine_is_reported_at_so_much_less_and_no_more(times_as_slow: 
     assert m.as_json()["unfinished"] == m.unfinished
     assert m.unfinished == pytest.approx(len(trace) * (1 - 1 / times_as_slow), abs=30)
     assert (Caveat.RECORDING_ENDED in m.caveats) is (times_as_slow > 1)
+    assert Caveat.REQUESTS_RAN_OUT not in m.caveats
     assert m.aborted == 0
     if times_as_slow == 1:
         assert m.completed == len(trace)
+
+
+def test_a_closed_loop_whose_requests_run_out_before_its_recording_says_so() -> None:
+    costs, limits = ToyCosts(per_prefill_token_s=0.00005), EngineLimits(64, 8192)
+    trace = recorded(steady(300, 10.0, prompt=60, output=100), limits, ToySource(costs))
+    m = measure([replay_toy(trace, limits, ToySource(costs.scaled(0.7)), closed(None))])
+    assert m.completed == len(trace)
+    assert Caveat.REQUESTS_RAN_OUT in m.caveats
 
 
 @pytest.mark.parametrize("end_s", [60.0, 30.0])

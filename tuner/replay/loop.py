@@ -55,8 +55,9 @@ class ReplayLog:
     """Everything one replay brought out.
 
     `cut_reason` is None when the replay ran to its end. `kept_steps` is every step where
-    the plan asked for them. A closed loop offers what the engine
-    takes, so that nothing can be told of a load. `gpu` is what the driver said meanwhile.
+    the plan asked for them. A closed loop offers what the engine takes, so that nothing can be
+    told of a load; `unserved_ratio` is the share of what its recording has in flight that was
+    left when no request was. `gpu` is what the driver said meanwhile.
 
     Units: seconds; clock_s on the replay's clock, wall_s real.
     """
@@ -69,6 +70,7 @@ class ReplayLog:
     kept_steps: StepColumns | None = None
     is_closed_loop: bool = False
     gpu: GpuLog | None = None
+    unserved_ratio: float = 0.0
 
 
 def log_of(
@@ -109,7 +111,18 @@ def log_of(
         cut_reason,
         kept_steps,
         is_closed,
+        unserved_ratio=_unserved_ratio(trace, plan, clock_s) if cut_reason is None else 0.0,
     )
+
+
+def _unserved_ratio(trace: Trace, plan: ReplayPlan, clock_s: float) -> float:
+    """Return the share of what a recording has in flight that it has after the clock's end."""
+    if plan.load_model is not LoadModel.CLOSED or plan.concurrency is not None:
+        return 0.0
+    times_s, in_flight = trace.recorded_concurrency()
+    left_s = np.diff(np.maximum(times_s, clock_s))
+    total_s = float(in_flight[:-1] @ np.diff(times_s))
+    return float(in_flight[:-1] @ left_s) / total_s if total_s > 0 else 0.0
 
 
 def _after(trace: Trace) -> Ints:

@@ -54,8 +54,9 @@ HOST_BOUND_RATIO = 0.1
 NOISY_RATIO = 0.05
 # A window shorter than so many lives of a request shows an engine fill: ours.
 SHOWN_LIVES = 3.0
-# Above this share of requests the end of a closed loop's recording is a caveat: ours, more than
-# the last few that an engine as fast as the recorded one has in flight then.
+# Above this share of requests the end of a closed loop's recording is a caveat, and above this
+# share of what it has in flight the end of its requests: ours, more than the last few that an
+# engine as fast as the recorded one has in flight then.
 UNFINISHED_RATIO = 0.05
 
 
@@ -131,7 +132,8 @@ class Measurement:
     Units: seconds, tokens, requests, ratios in 0 to 1, as the names say. `clock_s` is the
     replay's own duration, `busy_s` that of its steps, without what it was idle, `wall_s` the
     real one, `max_step_tokens` the fullest step. `unfinished` counts requests that the end of a
-    closed loop's recording left in flight or not sent, `turned_away` and `truncated` what a
+    closed loop's recording left in flight or not sent, `unserved_ratio` is the share of what it
+    has in flight that came after the last of them, `turned_away` and `truncated` what a
     gate kept out or cut off. `utilisation` is the offered work over the time in which it came,
     1 and more is overload, `offered_per_s` the requests that came in that time, None where
     either is unknown. `load` is the multiple of the recorded load
@@ -205,6 +207,7 @@ class Measurement:
     turned_away: int = 0
     truncated: int = 0
     gpu: GpuLog | None = None
+    unserved_ratio: float = 0.0
 
     def latency(self, metric: str, statistic: str) -> float | None:
         """Return one statistic of one latency, or None where nothing was measured."""
@@ -341,6 +344,7 @@ def measure(
         offered_per_s=_offered_per_s(lines),
         host_bound_ratio=_host_bound_ratio(steps),
         gpu=GpuLog.pooled([log.gpu for log in logs]),
+        unserved_ratio=max(log.unserved_ratio for log in logs),
     )
     return replace(measurement, caveats=_caveats(measurement))
 
@@ -373,6 +377,7 @@ def _caveats(m: Measurement) -> tuple[Caveat, ...]:
         (Caveat.GPU_SLOWED, m.gpu is not None and m.gpu.is_slowed),
         (Caveat.REQUESTS_REFUSED, m.refused > 0),
         (Caveat.REQUESTS_LOST, m.cut_reason is None and m.lost_ratio > 0),
+        (Caveat.REQUESTS_RAN_OUT, m.unserved_ratio > UNFINISHED_RATIO),
         (Caveat.RECORDING_ENDED, m.unfinished > UNFINISHED_RATIO * m.offered),
     ]
     return tuple(caveat for caveat, holds in checks if holds)
