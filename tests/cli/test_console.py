@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import subprocess
 import sys
 
@@ -29,10 +30,28 @@ with ReplayDisplay() as display:
 """
 
 
-def on_a_terminal(code: str) -> str:
-    """Return all that a program writes to a terminal 200 columns wide."""
+MANY = """
+from tuner.cli.displays import RunDisplay
+from tuner.engine.limits import EngineLimits
+from tuner.search.objective import Score, Tier
+from tuner.search.trials import Phase, Trial
+
+limits = EngineLimits(256, 131072)
+score = Score(Tier.FAILED, float("inf"), "failed")
+with RunDisplay(60.0) as display:
+    for n in range(100, 140):
+        display.trial_started(n, limits, Phase.RACE)
+        cause = "the engine died of " + "many causes " * 20
+        display.trial_ended(Trial.of(n, limits, Phase.RACE, 1, score, None, cause), 10.0)
+    display.trial_started(140, limits, Phase.RACE)
+"""
+
+
+def on_a_terminal(code: str, columns: int = 200, lines: int = 50) -> str:
+    """Return all that a program writes to a terminal of such a size."""
     ours, theirs = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "200", "LINES": "50"}
+    size = {"COLUMNS": str(columns), "LINES": str(lines)}
+    environment = {**os.environ, "TERM": "xterm-256color", **size}
     process = subprocess.Popen(
         [sys.executable, "-c", code],
         stdin=theirs,
@@ -62,3 +81,15 @@ def test_brackets_and_colons_are_shown_as_they_are() -> None:
         "replaying [/traces/day.jsonl]",
     ):
         assert text in shown
+
+
+def test_a_small_terminal_shows_the_newest_trials_whole_and_what_goes_on() -> None:
+    shown = on_a_terminal(MANY, 80, 24)
+    lines = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line) for line in shown.splitlines()]
+    top = max(i for i, line in enumerate(lines) if "seqs/tokens" in line)
+    head, *trials, now, best = lines[top : top + 23]
+    assert [line.split()[0] for line in trials] == [str(n) for n in range(120, 140)]
+    assert all("256/131072" in line for line in trials)
+    assert len(head) <= 80
+    assert "trial 140 race 256/131072" in now
+    assert "nothing works so far" in best

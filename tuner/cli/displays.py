@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import os
 import time
+from itertools import compress
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 from rich.console import Console as RichConsole
+from rich.console import Group, JustifyMethod
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from tuner.cli.console import say, showable
 from tuner.engine.limits import EngineLimits
@@ -137,22 +140,22 @@ class RunDisplay(Listener):
         if self._live is not None:
             self._live.update(self._table(), refresh=True)
 
-    def _table(self) -> Table:
-        table = Table(
-            box=None,
-            caption=f"{self._now}\n{self._so_far()}",
-            caption_justify="left",
-            pad_edge=False,
-        )
-        for name, justify in _COLUMNS:
-            table.add_column(name, justify="left" if justify == "l" else "right")
-        rows = self._trials[-(self._console.height - 6) :] if self._console.height > 8 else []
+    def _table(self) -> Group:
+        """Return the newest trials and, below, what goes on: as many lines as are shown."""
+        is_wide = self._console.width >= _WIDE
+        shown = [is_wide or name not in _WIDE_ALONE for name, _ in _COLUMNS]
+        table = Table(box=None, pad_edge=False)
+        for name, justify in compress(_COLUMNS, shown):
+            # What may give way to the width is the last alone, which keeps to its line below.
+            table.add_column(name, justify=justify, no_wrap=name != _COLUMNS[-1][0])
+        room = max(0, self._console.height - _OTHER_LINES)
         best = leader([trial.observation for trial in self._trials])
-        for trial in rows:
+        for trial in self._trials[-room:] if room else []:
             style = _TIER_STYLES[trial.tier]
             bold = " bold" if best is not None and trial.limits == best.limits else ""
-            table.add_row(*map(showable, _cells(trial)), style=style + bold)
-        return table
+            table.add_row(*map(_line, compress(_cells(trial), shown)), style=style + bold)
+        below = (self._now, self._so_far())
+        return Group(table, *map(_line, below))
 
 
 class ProgressLine:
@@ -189,17 +192,27 @@ class ReplayDisplay(ProgressLine):
         return True
 
 
-_COLUMNS = (
-    ("#", "r"),
-    ("why", "l"),
-    ("seqs/tokens", "r"),
-    ("e2e p50", "r"),
-    ("p95", "r"),
-    ("tpot p50", "r"),
-    ("req/s", "r"),
-    ("kv", "r"),
-    ("state", "l"),
+_COLUMNS: Final[tuple[tuple[str, JustifyMethod], ...]] = (
+    ("#", "right"),
+    ("why", "left"),
+    ("seqs/tokens", "right"),
+    ("e2e p50", "right"),
+    ("p95", "right"),
+    ("tpot p50", "right"),
+    ("req/s", "right"),
+    ("kv", "right"),
+    ("state", "left"),
 )
+# A terminal of fewer columns leaves some of them out: ours, what all take and a cause's begin.
+_WIDE: Final = 100
+_WIDE_ALONE: Final = ("p95", "tpot p50", "kv")
+# Beside the trials: their heads, the two lines below them and the cursor's.
+_OTHER_LINES: Final = 4
+
+
+def _line(text: str) -> Text:
+    """Return a text that is cut where its place ends, and never goes on below."""
+    return Text(showable(text), no_wrap=True, overflow="ellipsis")
 
 
 def _cells(trial: Trial) -> list[str]:
