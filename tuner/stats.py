@@ -51,6 +51,16 @@ def one_thread() -> AbstractContextManager[object]:
     return limits
 
 
+def short(value: float, digits: int = 3) -> str:
+    """Write so many significant digits, of a large number all before the point.
+
+    >>> short(1.724, 2), short(99.6, 2), short(28134.2)
+    ('1.7', '100', '28,134')
+    """
+    is_large = round(abs(value)) >= 10**digits if math.isfinite(value) else False
+    return f"{value:,.0f}" if is_large else f"{value:.{digits}g}"
+
+
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """A statistic with its interval and sample size.

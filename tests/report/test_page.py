@@ -242,6 +242,52 @@ def test_nothing_feasible_is_the_answer_too(live: Path, tmp_path: Path) -> None:
     assert Outline(report_of(run_dir)).sections == ORDER
 
 
+def test_over_time_the_nearest_stands_beside_the_current_where_nothing_meets_the_slos(
+    live: Path, tmp_path: Path
+) -> None:
+    saved = read(live, TIMELINES_FILE)
+    other = saved["replays"][0]
+    limits = {name: other[name] for name in ("max_num_seqs", "max_num_batched_tokens")}
+    nearest = {**limits, "p_slo": 0.3}
+    run_dir = changed(live, tmp_path, recommendation=None, nearest=nearest)
+    other["windows"] = [{**window, "bin_s": 2 * window["bin_s"]} for window in other["windows"]]
+    alone = [replay for replay in saved["replays"] if replay is not other]
+    for replays, expected in ((saved["replays"], ["Nearest", "Current"]), (alone, ["Current"])):
+        write(run_dir, TIMELINES_FILE, {**saved, "replays": replays})
+        section = {s.anchor: s for s in sections_of(read_run(run_dir))}["over-time"]
+        assert [plot.title.split(":")[0] for plot in section.plots] == expected
+        said = " ".join(section.says)
+        assert "best there was" not in said
+        assert ("Both pictures" in said) is (len(expected) == 2)
+        # One axis of time for both.
+        assert len({str(plot.layout["xaxis"]["range"]) for plot in section.plots}) == 1
+
+
+def test_values_at_loads_that_differ_are_told_as_that(shadowed: Path, tmp_path: Path) -> None:
+    """Of a capacity, that is predicted of each at the largest load that it bears."""
+    result = read(shadowed, RESULT_FILE)
+    predicted = [t for t in result["trials"] if t["phase"] == "shadow"]
+    for trial in predicted:
+        trial["measurement"] |= {"capacity": 2.0, "load": 2.0}
+    told = {"rounds": 0, "change_ratio": None, "change_interval": None}
+    evidence = [{**row, **told} for row in result["evidence"]]
+    advice = {**result["recommendation"], "gain_metric": "capacity", "rounds": 0}
+    fields = {"recommendation": advice, "evidence": evidence, "trials": predicted}
+    run_dir = changed(shadowed, tmp_path, objective="capacity", **fields)
+    saved = read(run_dir, TIMELINES_FILE)
+    replays = [{**replay, "engine": "shadow"} for replay in saved["replays"]]
+    write(run_dir, TIMELINES_FILE, {**saved, "replays": replays})
+    for folder, expected in ((run_dir, True), (shadowed, False)):
+        said = {s.anchor: " ".join(s.says) for s in sections_of(read_run(folder))}
+        for anchor, words in (
+            ("gain", "each at the largest load at which it keeps the SLOs"),
+            ("tradeoff", "What was predicted stands at the largest load at which"),
+            ("sweep", "What was predicted stands at the largest load at which"),
+            ("over-time", "Drawn is the load of the run, 1 \N{MULTIPLICATION SIGN} the rec"),
+        ):
+            assert (words in said[anchor]) is expected, anchor
+
+
 def test_keeping_is_reported_with_what_was_found_and_why_it_does_not_count(
     live: Path, tmp_path: Path
 ) -> None:

@@ -174,6 +174,18 @@ def test_where_a_window_raced_the_load_is_told_of_the_whole_trace_first() -> Non
     assert "the load, 2.2 x" in limited_by(records, WINNER, (), "p99")
 
 
+def test_a_load_that_is_not_the_runs_own_is_told_beside_the_rates() -> None:
+    held: dict[str, Any] = {
+        "offered_per_s": 120.8,
+        "utilisation": 0.88,
+        "requests_per_s": 119.2,
+    }
+    records = [a_record(WINNER, 2.0, Phase.SHADOW, load=4.0, capacity=4.0, **held)]
+    assert load_text(records, WINNER) == (
+        "offered 121/s, finished 119/s: utilisation 88%, at 4 x the recorded load, predicted"
+    )
+
+
 def test_requests_are_told_as_lost_of_replays_alone_that_were_not_cut_short() -> None:
     load: dict[str, Any] = {"offered_per_s": 30.0, "utilisation": 0.8, "lost_ratio": 0.25}
     whole = a_record(WINNER, 2.0, **load)

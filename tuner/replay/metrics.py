@@ -22,7 +22,7 @@ from tuner.replay.load import arrival_span_s, is_sustained, utilisation
 from tuner.replay.loop import ReplayLog
 from tuner.replay.slo import Slo
 from tuner.replay.timeline import Outcome, Timelines
-from tuner.stats import QUANTILES, Bools, Estimate, Floats, WeightedSamples, pooled
+from tuner.stats import QUANTILES, Bools, Estimate, Floats, WeightedSamples, pooled, short
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,12 +283,14 @@ def load_text(
 
     >>> load_text(58.3, 34.4, 1.7)
     'offered 58/s, finished 34/s: overloaded 1.7 x'
+    >>> load_text(604.1, 133.2, 4.4)
+    'offered 604/s, finished 133/s: overloaded 4.4 x'
     """
     if offered_per_s is None or utilisation is None:
         return ""
-    message = f"offered {offered_per_s:.2g}/s, finished {finished_per_s:.2g}/s"
+    message = f"offered {short(offered_per_s, 2)}/s, finished {short(finished_per_s, 2)}/s"
     if utilisation > 1:
-        return f"{message}: overloaded {utilisation:.2g} x"
+        return f"{message}: overloaded {short(utilisation, 2)} x"
     return f"{message}: utilisation {utilisation:.0%}"
 
 

@@ -9,6 +9,7 @@ from tuner.run.knobs.records import settings_text
 from tuner.run.loads.surface import LATENCIES
 from tuner.run.variants.records import VariantFinding
 from tuner.search.objective import moved
+from tuner.stats import short
 
 _HEADS = ("variant", "keys", "limits", "gain", "P(better)")
 
@@ -56,7 +57,7 @@ def _row(one: VariantFinding, keys: list[str], *, has_price: bool) -> tuple[Cell
 
 
 def _amount(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:.3g}"
+    return NOTHING if value is None else short(value)
 
 
 def clients(run: RunFiles) -> Section | None:

@@ -45,7 +45,7 @@ def gain(run: RunFiles) -> Section:
         return Section("gain", title, (_nothing(run),))
     sentences = [
         f"{limits_words(run.shown)} beside the current {limits_words(run.current)}. "
-        f"{_how(rows)}",
+        f"{_how(rows, run.result.at_which_load)}",
         *_cold(run),
     ]
     meanings = [_meaning(row, shadow_error(run.result) or 0.0) for row in rows]
@@ -63,11 +63,11 @@ def _nothing(run: RunFiles) -> str:
     return "The two were not replayed on the same requests, so there is no gain to show."
 
 
-def _how(rows: Sequence[MetricChange]) -> str:
+def _how(rows: Sequence[MetricChange], at_which_load: str) -> str:
     rounds = max(row.rounds for row in rows)
     text = "; 90% interval" if any(row.change_interval for row in rows) else ""
     if rounds == 0:
-        return f"Both were predicted by the shadow{text}."
+        return f"Both were predicted by the shadow{at_which_load}{text}."
     times = counted(rounds, "round")
     return f"Both were replayed in turns on the same requests, {times}{text}."
 

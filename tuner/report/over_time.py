@@ -23,10 +23,11 @@ from tuner.report.parts import (
     stacked,
 )
 from tuner.report.run_files import RunFiles
-from tuner.report.words import counted, limits_words, percent, plain
+from tuner.report.words import counted, limits_words, percent, plain, times
+from tuner.search.objective import Objective
 
 TITLE = "The replay over time"
-_PANELS = ("arrivals/s", "requests", "KV cache used", "preemptions")
+_PANELS = ("arrivals/s", "requests", "KV cache used", "preemptions/s")
 # Bins of what is counted: ours, wide enough to hold several arrivals of a usual trace.
 _COUNT_BINS = 100
 # How far after a window the next begins, as a multiple of its length: ours.
@@ -35,29 +36,46 @@ _GAP = 1.05
 
 def over_time(run: RunFiles) -> Section:
     """Return the timelines of the current configuration and of the one that is recommended."""
+    nearest = run.result.nearest
+    other = (run.shown_as, run.shown) if nearest is None else ("nearest", nearest.limits)
     wanted = [("current", run.current)]
-    if run.shown != run.current:
-        wanted.insert(0, (run.shown_as, run.shown))
+    if other[1] != run.current:
+        wanted.insert(0, other)
     replays = [(name, replay) for name, limits in wanted if (replay := _replay(run, limits))]
     if not replays:
         return Section("over-time", TITLE, ("This run kept no timelines of its replays.",))
     tops = _tops([replay for _, replay in replays])
-    plots = tuple(_plot(name, replay, tops) for name, replay in replays)
-    sentences = [
-        "Running and waiting requests are means over each bin; KV use is the largest in it. "
-        "Both pictures have the same scales."
-    ]
-    if run.shown == run.current:
-        sentences.append("The current configuration is the best there was, so it stands alone.")
+    longest_s = max(_length_s(_spans_s(replay)) for _, replay in replays)
+    plots = tuple(_plot(name, replay, tops, longest_s) for name, replay in replays)
+    sentences = _sentences(run, [replay for _, replay in replays])
     missing = [name for name, limits in wanted if _replay(run, limits) is None]
     sentences.extend(f"No timeline of the {name} configuration was kept." for name in missing)
-    if any(replay.engine == "shadow" for _, replay in replays):
+    return Section("over-time", TITLE, tuple(sentences), plots=plots)
+
+
+def _sentences(run: RunFiles, replays: Sequence[ReplayTimelines]) -> list[str]:
+    """Say how the pictures are to be read, and why there is one alone."""
+    scales = " Both pictures have the same scales." if len(replays) > 1 else ""
+    sentences = [
+        "Running and waiting requests are means over each bin; KV use is the largest in it."
+        f"{scales}"
+    ]
+    if run.result.feasible and run.shown == run.current:
+        sentences.append("The current configuration is the best there was, so it stands alone.")
+    is_predicted = any(replay.engine == "shadow" for replay in replays)
+    if is_predicted and run.result.objective is Objective.CAPACITY:
+        load = times(run.result.provenance.options.get("load", 1.0))
+        sentences.append(
+            f"Drawn is the load of the run, {load} the recorded one, and not the largest that "
+            "each configuration bears."
+        )
+    if is_predicted:
         sentences.append("These replays were predicted, not measured.")
-    if any(len(replay.windows) > 1 for _, replay in replays):
+    if any(len(replay.windows) > 1 for replay in replays):
         sentences.append(
             "The windows of the trace stand one after the other, with a gap between."
         )
-    return Section("over-time", TITLE, tuple(sentences), plots=plots)
+    return sentences
 
 
 def _replay(run: RunFiles, limits: EngineLimits) -> ReplayTimelines | None:
@@ -95,22 +113,28 @@ def _series(windows: Sequence[TimelineRecord]) -> list[_Series]:
     fine = tuple(w.bin_s for w in windows)
     wide = tuple(k * w.bin_s for k, w in zip(times, windows, strict=True))
     arrivals = [_sums(w.arrivals, k) for k, w in zip(times, windows, strict=True)]
-    per_s = tuple(tuple(n / s for n in sums) for sums, s in zip(arrivals, wide, strict=True))
-    preempted = tuple(_sums(w.preemptions, k) for k, w in zip(times, windows, strict=True))
+    preempted = [_sums(w.preemptions, k) for k, w in zip(times, windows, strict=True)]
     levels = (
         ("running", 1, LIVE, "solid", tuple(tuple(w.running) for w in windows)),
         ("waiting", 1, SHADOW, "dot", tuple(tuple(w.waiting) for w in windows)),
         ("KV cache used", 2, BETTER, "solid", tuple(tuple(w.kv_peak_ratio) for w in windows)),
     )
     return [
-        _Series("arrivals/s", 0, INK, "solid", per_s, wide),
+        _Series("arrivals/s", 0, INK, "solid", _per_s(arrivals, wide), wide),
         *(_Series(*level, fine) for level in levels),
-        _Series("preemptions", 3, WORSE, "solid", preempted, wide),
+        _Series("preemptions/s", 3, WORSE, "solid", _per_s(preempted, wide), wide),
     ]
 
 
 def _sums(counts: Sequence[float], times: int) -> tuple[float, ...]:
     return tuple(sum(counts[i : i + times]) for i in range(0, len(counts), times))
+
+
+def _per_s(
+    counts: Sequence[Sequence[float]], widths_s: Sequence[float]
+) -> tuple[tuple[float, ...], ...]:
+    """Return counts as rates, so that bins of other widths stand beside each other."""
+    return tuple(tuple(n / s for n in ns) for ns, s in zip(counts, widths_s, strict=True))
 
 
 def _tops(replays: Sequence[ReplayTimelines]) -> tuple[float, ...]:
@@ -125,8 +149,18 @@ def _tops(replays: Sequence[ReplayTimelines]) -> tuple[float, ...]:
     )
 
 
-def _plot(name: str, replay: ReplayTimelines, tops: Sequence[float]) -> Plot:
-    spans_s = [w.bin_s * len(w.arrivals) for w in replay.windows]
+def _spans_s(replay: ReplayTimelines) -> list[float]:
+    return [w.bin_s * len(w.arrivals) for w in replay.windows]
+
+
+def _length_s(spans_s: Sequence[float]) -> float:
+    """Return how long the windows are one after the other, with the gaps between."""
+    return _GAP * sum(spans_s[:-1]) + spans_s[-1]
+
+
+def _plot(name: str, replay: ReplayTimelines, tops: Sequence[float], longest_s: float) -> Plot:
+    """Return the picture of a replay, on scales that reach the tops and the longest replay."""
+    spans_s = _spans_s(replay)
     traces = [_line(line, spans_s) for line in _series(replay.windows)]
     domains = stacked(len(_PANELS))
     axes: dict[str, Any] = {}
@@ -144,11 +178,7 @@ def _plot(name: str, replay: ReplayTimelines, tops: Sequence[float]) -> Plot:
         _text(replay),
         traces,
         layout(
-            xaxis=axis(
-                "seconds of the replay",
-                anchor="y4",
-                range=[0, _GAP * sum(spans_s[:-1]) + spans_s[-1]],
-            ),
+            xaxis=axis("seconds of the replay", anchor="y4", range=[0, longest_s]),
             legend={**LEGEND, "y": domains[1][1]},
             **axes,
         ),
@@ -183,7 +213,7 @@ def _line(line: _Series, spans_s: Sequence[float]) -> dict[str, Any]:
 def _text(replay: ReplayTimelines) -> str:
     windows = replay.windows
     arrivals = round(sum(sum(w.arrivals) for w in windows))
-    total_s = sum(w.bin_s * len(w.arrivals) for w in windows)
+    total_s = sum(_spans_s(replay))
     peak_per_s = max(rate for part in _series(windows)[0].parts for rate in part)
     running = [level for w in windows for level in w.running]
     waiting = [level for w in windows for level in w.waiting]

@@ -12,6 +12,7 @@ from typing import Any
 
 from tuner.engine.limits import EngineLimits
 from tuner.report.run_files import live_trials, shadow_trials
+from tuner.report.words import listed
 from tuner.run.result import RunResult
 from tuner.search.objective import RATE
 from tuner.search.trials import Trial, read_metric
@@ -93,6 +94,21 @@ def _points(trials: Sequence[Trial], *, is_live: bool) -> list[Point]:
     return [
         Point(limits, is_live, tuple(measured))
         for limits, measured in sorted(by_limits.items())
+    ]
+
+
+def loads_words(points: Sequence[Point]) -> list[str]:
+    """Say that points stand at loads of their own, where the largest was looked for."""
+    own = dict.fromkeys(
+        "measured" if p.is_live else "predicted"
+        for p in points
+        if any(m.get("capacity") is not None for m in p.measurements)
+    )
+    if not own:
+        return []
+    return [
+        f"What was {listed(list(own))} stands at the largest load at which it keeps the SLOs, "
+        "or at the load of the run where it keeps them at none: at loads that differ."
     ]
 
 

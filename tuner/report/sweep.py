@@ -21,7 +21,7 @@ from tuner.report.parts import (
     stacked,
     upright,
 )
-from tuner.report.points import Point, ranked_points, shadow_points, with_values
+from tuner.report.points import Point, loads_words, ranked_points, shadow_points, with_values
 from tuner.report.run_files import RunFiles
 from tuner.report.words import listed, metric_name, percent, quantity, seconds
 from tuner.search.ladder import climb_is_over, same_schedule
@@ -52,6 +52,7 @@ def sweep(run: RunFiles) -> Section:
         f"At the current max_num_batched_tokens, {budget:,} (or the same batches with fewer). "
         "gpu_cache_usage_perc is the name that vLLM gave to kv_cache_usage_perc before its V1 "
         "engine; it is a share from 0 to 1, the largest of the replay is shown.",
+        *loads_words(points),
         f"The climb ends at {stop.cap}: {stop.why}.",
     )
     return Section("sweep", title, sentences, plots=(_plot(run, points, latency, stop),))

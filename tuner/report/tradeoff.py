@@ -22,6 +22,7 @@ from tuner.report.points import (
     Point,
     frontier,
     live_points,
+    loads_words,
     ranked_points,
     shadow_points,
     with_values,
@@ -61,6 +62,7 @@ def _sentences(run: RunFiles) -> list[str]:
             "Filled points were measured and open ones predicted. The two replayed different "
             "stretches of the trace, so a filled point does not lie where its open one does."
         )
+    sentences += loads_words([*live_points(result), *shadow_points(result)])
     left_out = sum(t.phase.is_on_windows and not t.is_whole for t in result.trials)
     if left_out:
         sentences.append(

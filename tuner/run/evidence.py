@@ -32,7 +32,7 @@ from tuner.search.trials import (
     ranked,
     read_metric,
 )
-from tuner.stats import Estimate, student_quantile
+from tuner.stats import Estimate, short, student_quantile
 
 # A KV cache this full is what limits, a bound this close is what binds: ours.
 KV_FULL_RATIO = 0.95
@@ -248,16 +248,24 @@ def load_text(records: Sequence[Trial], limits: EngineLimits, *, is_part: bool =
         return ""
     used = statistics.median(m["utilisation"] for m in known)
     rate = statistics.median(m["requests_per_s"] for m in known)
-    text = metrics.load_text(known[-1]["offered_per_s"], rate, used)
+    text = metrics.load_text(known[-1]["offered_per_s"], rate, used) + _own_load(known[-1])
     whole = _predicted(records, limits) if is_part and not is_foretold else None
     if is_foretold:
         text += ", predicted"
     if whole is not None:
         told = (whole["offered_per_s"], whole["requests_per_s"], whole["utilisation"])
-        text = f"{metrics.load_text(*told)}, predicted; in the window that raced {text}"
+        first = f"{metrics.load_text(*told)}{_own_load(whole)}, predicted"
+        text = f"{first}; in the window that raced {text}"
     # What this tool has cut short had no chance to answer.
     lost = max((m.get("lost_ratio", 0.0) for m in mine if not m.get("cut_reason")), default=0.0)
     return f"{text}; {lost:.1%} of the requests timed out" if lost else text
+
+
+def _own_load(measurement: Mapping[str, Any]) -> str:
+    """Say at which load it was, where each is predicted at the largest that it bears."""
+    if measurement.get("capacity") is None:
+        return ""
+    return f", at {short(measurement['load'])} x the recorded load"
 
 
 def limited_by(
@@ -285,7 +293,7 @@ def limited_by(
     used = [m["utilisation"] for m in loads if m.get("utilisation") is not None]
     if used and statistics.median(used) > 1:
         how = own if whole is None else " (predicted)"
-        said.append(f"the load, {statistics.median(used):.2g} x what it can sustain{how}")
+        said.append(f"the load, {short(statistics.median(used), 2)} x what it can sustain{how}")
     cold = _cold(records, limits)
     if max(m["gpu_cache_usage_perc"]["max"] for m in cold or mine) > KV_FULL_RATIO:
         said.append(f"the KV cache, which was full{'' if cold else own}")

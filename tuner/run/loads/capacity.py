@@ -21,6 +21,7 @@ from tuner.search.objective import Objective
 from tuner.search.race import RaceDecision
 from tuner.search.trials import Phase
 from tuner.shadow.predictor import Predictor
+from tuner.stats import short
 
 # A live replay may take this many times what was predicted before it does not fit: ours.
 COST_RATIO = 1.5
@@ -65,7 +66,8 @@ class CapacityResult:
         """
         if self.winner is None:
             return "the SLOs hold at no load, predicted"
-        before = "none" if self.current is None else f"{self.current:.2g} x"
+        most = f"{short(self.winner, 2)} x"
+        before = "none" if self.current is None else f"{short(self.current, 2)} x"
         judged = {
             None: "predicted" if self.can_look else f"predicted{_NOT_THERE}",
             True: "predicted and confirmed live",
@@ -74,12 +76,12 @@ class CapacityResult:
         if not self.is_shown:
             return (
                 f"beyond what this window can show: it is too short to see a queue grow; never "
-                f"above {self.winner:.2g} x today's load (the current one {before}), {judged}"
+                f"above {most} today's load (the current one {before}), {judged}"
             )
-        holds = f"holds up to {self.winner:.2g} x today's load"
+        holds = f"holds up to {most} today's load"
         if self.interval is not None:
             low, high = self.interval
-            holds += f", interval {low:.2g} … {high:.2g}"
+            holds += f", interval {short(low, 2)} … {short(high, 2)}"
         return f"{holds} (the current one {before}), {judged}"
 
     @property
@@ -133,11 +135,12 @@ def predict_capacity(
 def tell_headroom(context: RunContext, found: CapacityResult) -> None:
     """Add a caveat where the answer is paid for with load that it bears no more."""
     if found.costs_headroom:
+        ours, theirs = (short(load or 0.0, 2) for load in (found.winner, found.current))
         context.caveats.add(Caveat.LESS_HEADROOM)
         context.caveat_texts[Caveat.LESS_HEADROOM] = (
-            f"the answer bears up to {found.winner:.2g} x today's load, the current "
-            f"configuration {found.current:.2g} x, predicted: where traffic grows, "
-            "--objective capacity or a higher --load chooses for that"
+            f"the answer bears up to {ours} x today's load, the current configuration "
+            f"{theirs} x, predicted: where traffic grows, --objective capacity or a higher "
+            "--load chooses for that"
         )
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
+from tuner.stats import short
+
 # A client waits so many times the p99 of E2E latency: ours, so that nobody leaves who would
 # have been answered on a day like the recorded one.
 PATIENCE: Final = 2.0
@@ -71,11 +73,11 @@ class ClientAdvice:
     def lines(self) -> Iterator[str]:
         """Yield it for people."""
         yield f"clients at {self.load:g}x the recorded load, predicted:"
-        yield f"  {self.in_flight:.3g} requests in flight on average"
+        yield f"  {short(self.in_flight)} requests in flight on average"
         yield f"  connection pool {self.connections}, all clients together"
         if self.most_in_flight is not None:
             yield f"  semaphore {self.most_in_flight}: more in flight break the SLOs"
-        yield f"  time-out {self.timeout_s:.3g} s, {PATIENCE:g} times the p99 of E2E latency"
+        yield f"  time-out {short(self.timeout_s)} s, {PATIENCE:g} times the p99 of E2E latency"
         if self.retries is None:
             yield (
                 "  no retries: the SLOs hold at no load, there are none, or a number is kept "

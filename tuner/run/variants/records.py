@@ -20,6 +20,7 @@ from tuner.errors import UsageError
 from tuner.redact import redacted
 from tuner.run.knobs.records import gain_text, settings_text
 from tuner.search.objective import Bounds, moved
+from tuner.stats import short
 
 AS_IT_IS: Final = "as it is"
 """The name of the configuration without any change, which no variant can have."""
@@ -182,11 +183,13 @@ class VariantComparison:
             was = "" if base.capacity_per_s is None else f" ({_bears(base)} as it is)"
             parts.append(f"bears {_bears(one, ' requests/s')}{was}")
             if one.gpus > 1 or self.as_it_is.gpus > 1:
-                parts.append(f"{one.capacity_per_gpu:.3g} for each of {one.gpus} GPUs")
+                parts.append(
+                    f"{short(one.capacity_per_gpu or 0.0)} for each of {one.gpus} GPUs"
+                )
         if one.cost_per_1000 is not None:
             was_cost = self.as_it_is.cost_per_1000
-            was = "" if was_cost is None else f" ({was_cost:.3g} as it is)"
-            parts.append(f"1,000 requests cost {one.cost_per_1000:.3g}{was}")
+            was = "" if was_cost is None else f" ({short(was_cost)} as it is)"
+            parts.append(f"1,000 requests cost {short(one.cost_per_1000)}{was}")
         how = "measured live, a few replays" if one.are_live else "predicted"
         return f"{head} at {one.limits}: {'; '.join(filter(None, parts))}; {how}"
 
@@ -201,5 +204,7 @@ def _bears(one: VariantFinding, unit: str = "") -> str:
     is_elsewhere = one.capacity_limits not in (None, one.limits)
     where = f" at {one.capacity_limits}" if is_elsewhere else ""
     lies = one.capacity_interval
-    within = "" if lies is None or not unit else f", interval {lies[0]:.3g} … {lies[1]:.3g},"
-    return f"{one.capacity_per_s:.3g}{unit}{within}{where}"
+    within = (
+        "" if lies is None or not unit else f", interval {short(lies[0])} … {short(lies[1])},"
+    )
+    return f"{short(one.capacity_per_s or 0.0)}{unit}{within}{where}"
