@@ -68,6 +68,23 @@ def test_what_is_kept_stands_in_the_report(
     assert "with uniform lengths: one request at a time" in sections["strategies"].plots[0].says
 
 
+def test_the_load_the_window_and_that_all_is_predicted_stand_on_terminal_and_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_profile(tmp_path / "profile.yaml", a_profile())
+    trace, folder = a_trace_file(tmp_path / "t.jsonl", 100), a_run_dir(tmp_path)
+    profile = ("--profile", str(tmp_path / "profile.yaml"), "--force-profile")
+    where = ("--load", "3", "--window", "0s:1s", "--run", str(folder))
+    assert compared(trace, *profile, *where) == 0
+    assert capsys.readouterr().out.startswith("at 3 x the recorded load, window 0 s to 1 s")
+    section = {s.anchor: s for s in sections_of(read_run(folder))}["strategies"]
+    assert "Every number here was predicted, none was measured: window 0 s" in section.says[1]
+    recorded, _ = section.tables
+    assert recorded.caption == "With 3 \N{MULTIPLICATION SIGN} the recorded load"
+    assert recorded.rows[0][-1].text == "queue grew"
+    assert all("customdata" in bars["hovertemplate"] for bars in section.plots[0].traces)
+
+
 def test_a_folder_that_holds_no_run_is_refused_before_anything_is_measured(
     tmp_path: Path,
 ) -> None:

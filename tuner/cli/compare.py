@@ -51,14 +51,15 @@ from tuner.run.loads.strategies import (
     told_by_saturation,
     uniform,
 )
+from tuner.search.budget import asked_window, window_text
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiled import ProfiledEngine
 from tuner.traffic.traces import LoadModel, Trace
+from tuner.traffic.windows import whole
 
 # What is replayed, by the name under which it is kept, and what the table is called.
 RECORDED, SATURATED, UNIFORM = "recorded", "saturation", "uniform"
 _TITLES = {
-    RECORDED: "at the recorded load",
     SATURATED: "with all requests there at once",
     UNIFORM: "with every length replaced by the mean",
 }
@@ -124,8 +125,20 @@ def run_compare(options: CompareOptions, source: EngineSource | None = None) -> 
         with log_folder("tune-compare-") as folder:
             rows = _measured(options, start, folder, engine, traffic.trace, plan)
     rows[RECORDED] = told_by_saturation(rows[RECORDED], rows[SATURATED])
-    _show(options, rows)
+    window = asked_window(options.traffic.window, traffic.trace, plan) or whole(traffic.trace)
+    told = {
+        "engine": "live" if loaded is None else "shadow",
+        "load": options.traffic.load,
+        "window": window_text((window,), traffic.trace),
+    }
+    _show(options, rows, told)
     return 0
+
+
+def _title(name: str, load: float) -> str:
+    """Return what a kind of traffic is called; as recorded it comes at a load."""
+    at = "the recorded load" if load == 1 else f"{load:g} x the recorded load"
+    return _TITLES.get(name, f"at {at}")
 
 
 def _predicted(
@@ -193,7 +206,7 @@ def _measured(
         for name, trace in traces.items():
             runner.use(name, trace)
         found = {
-            (name, strategy.name): _alone(runner, name, strategy, plan)
+            (name, strategy.name): _alone(runner, name, strategy, plan, options.traffic.load)
             for name in traces
             for strategy in compared
             if strategy.processes == 1
@@ -213,10 +226,10 @@ def _measured(
 
 
 def _alone(
-    runner: EngineRunner, name: str, strategy: Strategy, plan: ReplayPlan
+    runner: EngineRunner, name: str, strategy: Strategy, plan: ReplayPlan, load: float
 ) -> StrategyRow:
-    """Measure a strategy of one engine."""
-    say(f"{_TITLES[name]}: {strategy.name}, {strategy.limits}")
+    """Measure a strategy of one engine on a trace, which comes at a multiple of its load."""
+    say(f"{_title(name, load)}: {strategy.name}, {strategy.limits}")
     with ReplayDisplay() as display:
         outcome = runner.measure(
             [name], strategy.limits, strategy.plan(plan), (), display.progress
@@ -315,9 +328,18 @@ def _tuned(options: CompareOptions, default: EngineLimits) -> EngineLimits:
     return replace(tuned, max_num_batched_tokens=tokens or tuned.max_num_batched_tokens)
 
 
-def _show(options: CompareOptions, rows_of: Mapping[str, Sequence[StrategyRow]]) -> None:
-    """Keep the comparison in its run, if it has one, and print it."""
-    content = {name: [row.as_json() for row in rows] for name, rows in rows_of.items()}
+def _show(
+    options: CompareOptions,
+    rows_of: Mapping[str, Sequence[StrategyRow]],
+    told: Mapping[str, object],
+) -> None:
+    """Keep the comparison in its run, if it has one, and print it.
+
+    `told` is of what it is, and stands in every row.
+    """
+    content = {
+        name: [{**row.as_json(), **told} for row in rows] for name, rows in rows_of.items()
+    }
     if options.run_dir is not None:
         target, page = options.run_dir / COMPARE_FILE, options.run_dir / REPORT_FILE
         write_atomic(target, json_text(content), secret=False)
@@ -325,5 +347,6 @@ def _show(options: CompareOptions, rows_of: Mapping[str, Sequence[StrategyRow]])
         say(f"kept in {target}, and shown in {page}")
     lines = []
     for name, rows in rows_of.items():
-        lines += [f"{_TITLES[name]}, latencies in ms", *table(rows), ""]
+        title = f"{_title(name, options.traffic.load)}, {told['window']}, latencies in ms"
+        lines += [title, *table(rows), ""]
     show_result(content, lines, as_json=options.as_json)

@@ -19,7 +19,7 @@ from tuner.report.parts import (
     seconds_axis,
 )
 from tuner.report.run_files import RunFiles, SavedStrategy
-from tuner.report.words import NOTHING, metric_name, plain, seconds
+from tuner.report.words import NOTHING, metric_name, plain, seconds, times
 from tuner.search.objective import RATE
 from tuner.search.trials import read_metric
 
@@ -27,7 +27,6 @@ TITLE = "The strategies of the field"
 _LATENCIES = ("e2e_p50", "e2e_p99", "ttft_p50", "ttft_p99")
 _COLOURS = {"recorded": LIVE, "uniform": SHADOW, "saturation": CHOSEN}
 _NAMES = {
-    "recorded": "the recorded load",
     "uniform": "uniform lengths",
     "saturation": "all requests at once",
 }
@@ -45,6 +44,10 @@ def strategies(run: RunFiles) -> Section | None:
         "that share its device; batches that wait for their slowest answer; continuous "
         "batching as vLLM comes, and as tuned."
     ]
+    every = [row for rows in compared.values() for row in rows]
+    if every and every[0].window:
+        how = "predicted, none was measured" if every[0].engine == "shadow" else "measured live"
+        sentences.append(f"Every number here was {how}: {every[0].window}.")
     if "uniform" in compared:
         sentences.append(
             "With every length replaced by the mean (uniform), the same strategies look "
@@ -58,20 +61,31 @@ def strategies(run: RunFiles) -> Section | None:
     return Section("strategies", TITLE, tuple(sentences), plots=plots, tables=tables)
 
 
+def _name(which: str, rows: Sequence[SavedStrategy]) -> str:
+    """Return what a kind of traffic is called; as recorded it comes at a load."""
+    load = rows[0].load if rows else 1.0
+    return _NAMES.get(
+        which, "the recorded load" if load == 1 else f"{times(load)} the recorded load"
+    )
+
+
 def _plot(anchor: str, compared: Compared, metric: str) -> Plot:
     names = [row.strategy for row in next(iter(compared.values()))]
     traces: list[dict[str, Any]] = []
     values: list[float] = []
     for which, rows in compared.items():
+        name = _name(which, rows)
         measured = [read_metric(row.measurement or {}, metric) for row in rows]
         values += [value for value in measured if value is not None]
         traces.append(
             {
                 "type": "bar",
                 "orientation": "h",
-                "name": _NAMES.get(which, which),
+                "name": name,
                 "y": names,
                 "x": measured,
+                "customdata": [_shown(metric, value) for value in measured],
+                "hovertemplate": f"%{{y}}, {name}: %{{customdata}}<extra></extra>",
                 "marker": {"color": _COLOURS.get(which, LIVE)},
             }
         )
@@ -94,7 +108,7 @@ def _text(compared: Compared, metric: str) -> str:
             f"{row.strategy} {_shown(metric, read_metric(row.measurement or {}, metric))}"
             for row in rows
         )
-        sentences.append(f"{metric_name(metric)} with {_NAMES.get(which, which)}: {each}.")
+        sentences.append(f"{metric_name(metric)} with {_name(which, rows)}: {each}.")
     return " ".join(sentences)
 
 
@@ -107,11 +121,11 @@ def _shown(metric: str, value: float | None) -> str:
 def _table(which: str, rows: Sequence[SavedStrategy]) -> Table:
     heads = (
         *("strategy", "seqs/tokens", "requests/s", *map(metric_name, _LATENCIES)),
-        *("running, mean", "why"),
+        *("running, mean", "state"),
     )
     return Table(
         f"strategies-{which}",
-        f"With {_NAMES.get(which, which)}",
+        f"With {_name(which, rows)}",
         heads,
         tuple(_row(row) for row in rows),
     )
@@ -130,5 +144,5 @@ def _row(row: SavedStrategy) -> tuple[Cell, ...]:
             for value in (read_metric(measured, name) for name in _LATENCIES)
         ),
         number(running, NOTHING if running is None else plain(running)),
-        Cell(row.failure or ""),
+        Cell(row.failure or ("queue grew" if measured.get("sustained") is False else "")),
     )

@@ -152,6 +152,8 @@ def layout(**more: Any) -> dict[str, Any]:  # noqa: ANN401 - Plotly's attributes
         "hoverlabel": {
             "bgcolor": _HOVER_BACKGROUND,
             "bordercolor": _HOVER_BACKGROUND,
+            # Names whole: Plotly cuts them after 15 characters by itself.
+            "namelength": -1,
             "font": {"color": _HOVER_INK},
         },
         "legend": LEGEND,

@@ -29,11 +29,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedStrategy(LimitsRecord):
-    """One strategy of the field, as `strategies.StrategyRow` keeps it."""
+    """One strategy of the field, as `tune compare` keeps it.
+
+    `load` is the multiple of the recorded arrivals, `window` says of which part of the trace.
+    """
 
     strategy: str
     measurement: dict[str, Any] | None
     failure: str | None = None
+    engine: str = ""
+    load: float = 1.0
+    window: str = ""
 
 
 class _Stretch(msgspec.Struct, frozen=True):
