@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ import pytest
 
 from support.explore_parts import explored
 from support.report_parts import live_run
+from tuner.engine.limits import EngineLimits
 from tuner.report.explore import Explored, explore_page, explore_sections
 from tuner.report.page import report_of, sections_of
 from tuner.report.run_files import read_run
@@ -236,6 +238,30 @@ def test_pointer_and_arrow_keys_show_all_figures_of_a_setting(
     assert head.inner_text() == "2/2048"
     visit.page.keyboard.press("ArrowUp")
     assert head.inner_text() == "2/2048"
+
+
+def test_arrow_keys_reach_every_setting_past_places_without_one(
+    browser: Browser, found: Explored, tmp_path: Path
+) -> None:
+    """Of a row that has the largest cap alone, too."""
+    gone = {EngineLimits(7, 512), EngineLimits(2, 2048), EngineLimits(4, 2048)}
+    levels = []
+    for at in found.surface.loads:
+        kept = {x: y for x, y in at.predictions.outcomes.items() if x not in gone}
+        levels.append(replace(at, predictions=replace(at.predictions, outcomes=kept)))
+    few = replace(found, surface=replace(found.surface, loads=tuple(levels)))
+    visit = Visit(browser, explore_page(few), tmp_path)
+    head = visit.page.locator("#explorer-figures thead th").nth(1)
+    visit.page.locator("#explorer-map td.current").focus()
+    for key, expected in (
+        ("ArrowRight", "8/512"),
+        ("ArrowLeft", "4/512"),
+        ("ArrowUp", "7/2048"),
+        ("ArrowLeft", "7/2048"),
+        ("ArrowDown", "4/512"),
+    ):
+        visit.page.keyboard.press(key)
+        assert head.inner_text() == expected, key
 
 
 def test_the_explorer_suits_narrow_dark_and_scriptless_readers(

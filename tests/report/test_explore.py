@@ -160,6 +160,26 @@ def test_a_single_load_and_no_slo_make_a_page_too() -> None:
     assert explore_page(alone)
 
 
+def test_where_no_setting_meets_the_slos_it_says_that_and_who_is_nearest() -> None:
+    hopeless = explored((1.0,), slos=("ttft_p95=0.1ms",))
+    (at,) = hopeless.surface.loads
+    slack = {limits: at.score(limits).value for limits in hopeless.surface.settings}
+    nearest = at.decision.best
+    assert slack[nearest] == pytest.approx(min(slack.values()), rel=0.01)
+    page = explore_page(hopeless)
+    words = f"max_num_seqs {nearest.max_num_seqs}, max_num_batched_tokens "
+    head = f"<h1>Predicted: no setting meets the SLOs, nearest is {words}"
+    assert f"{head}{nearest.max_num_batched_tokens}</h1>" in page.replace("<wbr>", "")
+    map_section = section(hopeless, "map")
+    assert map_section.explorer is not None
+    assert f"no setting meets the SLOs; nearest is {nearest} with" in map_section.explorer.says
+    assert "keep" not in map_section.explorer.says
+    assert [cell.note for row in map_section.explorer.map.rows for cell in row].count(
+        "nearest"
+    ) == 1
+    assert map_section.explorer.figures.heads[2] == "nearest"
+
+
 def test_a_setting_that_failed_has_no_figure_and_says_so(found: Explored) -> None:
     at = found.surface.loads[1]
     outcomes = {**at.predictions.outcomes, CURRENT: Failure("no blocks are left")}

@@ -31,7 +31,7 @@ from tuner.shadow.profiles import Profile
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import Window
 
-CURRENT, BEST, HOLDS = "current", "best", "holds"
+CURRENT, BEST, NEAREST, HOLDS = "current", "best", "nearest", "holds"
 _UNSUSTAINED, _BREAKS = "unsustained", "breaks"
 _OTHERS = ("utilisation", "KV cache used, peak", "waiting, mean", "preemptions", "completed")
 
@@ -95,6 +95,9 @@ def _headline(explored: Explored) -> str:
     at = explored.surface.loads[explored.start]
     load = explored.loads[explored.start]
     where = "" if load == 1 else f" at {times(load)}"
+    if at.is_hopeless:
+        nearest = limits_words(at.decision.best)
+        return f"Predicted{where}: no setting meets the SLOs, nearest is {nearest}"
     if at.change_pays:
         return f"Predicted best{where}: {limits_words(at.decision.best)}"
     return f"Predicted{where}: keep {limits_words(explored.surface.current)}"
@@ -126,12 +129,16 @@ def _says(explored: Explored, i: int) -> str:
     best, current = at.best, at.reached(surface.current)
     offered = (best.figures or {}).get("offered_per_s")
     rate = "" if offered is None else f" ({plain(offered)} requests/s)"
-    text = f"{_at(explored.loads[i])}{rate} the best is {_figure_text(best, metric)}"
+    head = "no setting meets the SLOs; nearest is" if at.is_hopeless else "the best is"
+    text = f"{_at(explored.loads[i])}{rate} {head} {_figure_text(best, metric)}"
     if best.limits == current.limits:
-        return f"{text}, which is the current configuration: {at.decision.why}"
+        why = "" if at.is_hopeless else f": {at.decision.why}"
+        return f"{text}, which is the current configuration{why}"
+    text = f"{text}; the current configuration is {_figure_text(current, metric)}"
+    if at.is_hopeless:
+        return text
     advice = "change" if at.change_pays else "keep it"
-    text = f"{text}; the current configuration is {_figure_text(current, metric)}: {advice}"
-    return f"{text}, {at.decision.why}"
+    return f"{text}: {advice}, {at.decision.why}"
 
 
 def _figure_text(reached: Reached, metric: str) -> str:
@@ -146,8 +153,9 @@ def _map(explored: Explored) -> Section:
         "The stronger the colour, the better; coloured are the settings that keep up with the "
         "load within every SLO, or where none does those that come nearest.",
     )
+    or_nearest = ", or nearest to the SLOs" if surface.workload.slos else ""
     legend = [
-        (BEST, f"best at this load ({explored.objective})"),
+        (BEST, f"best at this load ({explored.objective}){or_nearest}"),
         (CURRENT, "current configuration"),
         (_UNSUSTAINED, "does not sustain the load"),
     ]
@@ -203,18 +211,21 @@ def _level(explored: Explored, i: int) -> dict[str, Any]:
     foremost = [mine for limits, mine in reached.items() if tiers[limits] is top]
     hot = [_heats(foremost, metric) for metric in explored.metrics]
 
+    best, best_as = at.decision.best, _best_as(at)
+
     def cell(limits: EngineLimits) -> dict[str, Any]:
         mine = reached[limits]
         return {
             "figures": [figure.text for figure in _figures(mine, explored.metrics)],
             "heats": [round(heat[limits], 3) if limits in heat else None for heat in hot],
             "mark": _mark(mine, at, surface),
-            "note": BEST if limits == at.decision.best else _current(limits, surface),
+            "note": best_as if limits == best else _current(limits, surface),
         }
 
     return {
         "says": sentence(_says(explored, i)),
-        "best": str(at.decision.best),
+        "best": str(best),
+        "best_as": best_as,
         "current": str(surface.current),
         "cells": _rows(surface, cell),
     }
@@ -238,6 +249,11 @@ def _mark(reached: Reached, at: AtLoad, surface: Surface) -> str:
         _BREAKS: bool(reached.broken),
     }
     return " ".join(name for name, is_so in marks.items() if is_so)
+
+
+def _best_as(at: AtLoad) -> str:
+    """Return what the page calls who is best at a load."""
+    return NEAREST if at.is_hopeless else BEST
 
 
 def _current(limits: EngineLimits, surface: Surface) -> str:
@@ -297,7 +313,7 @@ def _figures_table(explored: Explored) -> Table:
         (Cell(name), ours, ours, theirs)
         for name, ours, theirs in zip(_figure_names(explored), best, current, strict=True)
     )
-    heads = ("predicted", str(at.decision.best), BEST, CURRENT)
+    heads = ("predicted", str(at.decision.best), _best_as(at), CURRENT)
     caption = "Point at a setting, or walk with the arrow keys"
     return Table("explorer-figures", caption, heads, rows, kind="picked")
 

@@ -28,7 +28,9 @@
         cell.tabIndex = name === setting ? 0 : -1;
       }
       const columns = [setting, best, current].map((name) => of(name).figures);
-      figures.tHead.rows[0].cells[1].textContent = setting;
+      const heads = figures.tHead.rows[0].cells;
+      heads[1].textContent = setting;
+      heads[2].textContent = level().best_as;
       [...figures.tBodies[0].rows].forEach((row, i) => {
         columns.forEach((column, k) => (row.cells[k + 1].textContent = column[i]));
       });
@@ -64,15 +66,23 @@
       if (isFocused) cells.get(setting).box.focus();
     };
 
+    // The next setting in a direction, past what is none; of the next row that has any, the nearest.
+    const neighbour = (r, c, [down, right]) => {
+      const ahead = (cell) => (cell.r - r) * down + (cell.c - c) * right;
+      const aside = (cell) => Math.abs((cell.r - r) * right) + Math.abs((cell.c - c) * down);
+      return [...cells]
+        .filter(([, cell]) => ahead(cell) > 0 && (down !== 0 || aside(cell) === 0))
+        .sort(([, a], [, b]) => ahead(a) - ahead(b) || aside(a) - aside(b))[0]?.[0];
+    };
+
     const steps = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
     for (const [name, { r, c, box: cell }] of cells) {
       cell.addEventListener("pointerenter", () => pick(name, false));
       cell.addEventListener("focus", () => pick(name, false));
       cell.addEventListener("keydown", (event) => {
         if (!(event.key in steps)) return;
-        const [down, right] = steps[event.key];
-        const next = settings[r + down]?.[c + right];
         event.preventDefault();
+        const next = neighbour(r, c, steps[event.key]);
         if (next) pick(next, true);
       });
     }

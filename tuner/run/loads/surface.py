@@ -125,6 +125,12 @@ class AtLoad:
         """What the best setting reaches."""
         return self.reached(self.decision.best)
 
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether no setting meets the SLOs: the best is then the nearest to them."""
+        every = map(self.reached, self.predictions.outcomes)
+        return bool(self.best.slos) and all(reached.broken for reached in every)
+
     def score(self, limits: EngineLimits) -> Score:
         """Return a setting's place among those of this load. Raises: KeyError as `reached`."""
         return scored(self.predictions.workload, self.predictions.outcomes[limits])
