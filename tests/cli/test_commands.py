@@ -48,6 +48,8 @@ BAD_INPUT = [
     ("--trace t.jsonl --model ''", ("--model must not be empty", "unset")),
     ("--trace t.jsonl -o ''", ("--output must not be empty", "unset")),
     ("trace inspect ''", ("FILE... must not be empty",)),
+    ("report bad\udcff", ("RUN must be a name in UTF-8, got bad\N{REPLACEMENT CHARACTER}",)),
+    ("--trace t.jsonl --run-dir r\udcff", ("--run-dir must be a name in UTF-8", "rename it")),
     ("emit x.yaml --merge ''", ("--merge must not be empty",)),
     ("emit ''", ("RUN_OR_YAML must not be empty",)),
     ("verify --trace t.jsonl --url ''", ("--url must not be empty",)),

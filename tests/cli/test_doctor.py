@@ -11,6 +11,7 @@ import pytest
 from tuner.cli import doctor
 from tuner.cli.doctor import Check, TorchBuild
 from tuner.engine.compat import serve
+from tuner.errors import UsageError
 
 CPU = TorchBuild("2.13.0+cpu", "", "")
 CUDA = TorchBuild("2.13.0", "13.0", "NVIDIA H200")
@@ -90,6 +91,25 @@ def test_a_full_disk_is_told_apart_from_a_roomy_one(tmp_path: Path) -> None:
     check = doctor.disk_check(tmp_path)
     assert "GiB free here" in check.found
     assert check.ok is (not check.fix)
+
+
+def test_a_current_folder_that_is_gone_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(UsageError, match="the current folder has been deleted"):
+        doctor.diagnosis()
+
+
+@pytest.mark.parametrize(
+    ("value", "ok"), [("4", True), ("0", True), ("abc", False), ("-3", False), ("1.5", False)]
+)
+def test_a_kv_space_that_is_no_whole_number_is_to_be_mended(value: str, *, ok: bool) -> None:
+    check = doctor.kv_space_check({"VLLM_CPU_KVCACHE_SPACE": value})
+    assert (check.ok, check.is_required or ok) == (ok, True)
+    assert ok or check.fix == "export VLLM_CPU_KVCACHE_SPACE=4, or unset it"
 
 
 @pytest.mark.slow

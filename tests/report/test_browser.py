@@ -15,6 +15,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.report.explore import Explored, explore_page, explore_sections
 from tuner.report.page import report_of, sections_of
 from tuner.report.run_files import read_run
+from tuner.report.words import NOTHING
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, ConsoleMessage, Page, Request
@@ -122,6 +123,10 @@ def test_the_trials_sort_by_click_and_by_key(
     assert visit.page.locator("th[aria-sort=descending]").count() == 1
     assert visit.page.get_by_role("status").inner_text() == "sorted by requests/s, descending"
     assert sorted(before) == sorted(visit.column(at))
+    visit.page.locator("#trials-table thead button", has_text="round").click()
+    rounds = visit.column(3)
+    assert rounds[0] == "1"
+    assert rounds[-1] == NOTHING
 
 
 def test_the_keyboard_reaches_the_answer_the_map_and_the_table(

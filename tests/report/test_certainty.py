@@ -15,7 +15,7 @@ from tuner.report.run_files import read_run
 from tuner.report.summary import answer, gain_words
 from tuner.run.directory import RESULT_FILE
 from tuner.search.posterior import MODEL_ALONE
-from tuner.search.race import OTHER_TRAFFIC, Odds
+from tuner.search.race import MAX_LOSS, OTHER_TRAFFIC, Odds
 from tuner.stats import Estimate
 
 BEST, CURRENT, OTHER = (
@@ -82,6 +82,24 @@ def test_a_whole_run_says_it_with_a_plot_and_a_table(run: Path) -> None:
     assert set(plot.traces[-1]["y"]) <= set(named)
     chances = [row[3].order for row in table.rows if isinstance(row[3].order, float)]
     assert sum(chances) == pytest.approx(1.0)
+
+
+def test_values_have_their_unit_where_they_are_pointed_at_and_a_largest_loss_is_no_exact_one(
+    run: Path, tmp_path: Path
+) -> None:
+    advice = read(run, RESULT_FILE)["recommendation"]
+    advice["standings"] = [
+        {**standing(BEST, 0.9, 0.01), "quantiles": [0.1, 0.12, 0.164, 0.2, 0.25]},
+        {**standing(CURRENT, 0.1, MAX_LOSS), "quantiles": [4.0, 4.5, 5.0, 5.5, 6.0]},
+    ]
+    folder = changed(run, tmp_path, recommendation={**advice, "gain_metric": "e2e_p99"})
+    section = certainty(read_run(folder))
+    (plot,), (table,) = section.plots, section.tables
+    assert plot.traces[-1]["customdata"] == ["5.00 s", "164 ms"]
+    assert "%{customdata}" in plot.traces[-1]["hovertemplate"]
+    assert plot.layout["xaxis"]["type"] == "log"
+    assert {"200ms", "5s"} <= set(plot.layout["xaxis"]["ticktext"])
+    assert [row[4].text for row in table.rows] == ["1.0%", "1000.0% or more"]
 
 
 def test_it_says_by_how_much_another_answer_was_missed(run: Path, tmp_path: Path) -> None:

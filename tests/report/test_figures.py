@@ -58,6 +58,13 @@ def test_the_stop_is_where_the_cap_no_longer_binds_or_the_last_rung() -> None:
     assert (loose.cap, loose.why[:29]) == (32, "at most 11 requests ran at on")
 
 
+def test_no_cap_below_the_best_is_where_the_climb_ends() -> None:
+    """One cap alone never bound, and a larger one runs the same batches faster."""
+    rungs = [a_rung(1, 3.0, running=1), a_rung(2, 3.0, running=1), a_rung(8, 2.0, running=1)]
+    stop = stop_of(rungs)
+    assert (stop.cap, stop.why[:34]) == (8, "at most 1 request ran at once ther")
+
+
 def luminance(colour: str) -> float:
     """Return the relative luminance of #rrggbb. Source: WCAG 2.2, relative luminance."""
     parts = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])

@@ -342,6 +342,17 @@ def test_a_profile_alone_gives_a_prediction_that_says_so(
         assert again[key] == pytest.approx(guesses[key], rel=0.01)
 
 
+def test_where_the_median_stands_for_the_tail_a_caveat_says_so(
+    tmp_path: Path, profile_path: Path, tuned: Run
+) -> None:
+    trace = write_trace(tmp_path / "few.jsonl", n=60)
+    _, _, *arguments = shadow_arguments(tmp_path, profile_path, "--trace", str(trace))
+    said = shown(lambda: run_shadow(arguments))
+    assert "caveat: the median decided, as the requests are too few for a tail" in said.err
+    assert Run(tmp_path, said.err, said.out).result["tail"] == "p50"
+    assert "the median decided" not in tuned.talk
+
+
 def test_slos_that_requests_break_alone_are_not_put_down_to_the_load(
     tmp_path: Path, profile_path: Path
 ) -> None:

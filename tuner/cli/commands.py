@@ -51,7 +51,7 @@ from tuner.emit.names import Format, PatchKind
 
 @command("report", "tune report runs/2026-11-20T14-03-00 -o report.html", exits=BAD_INPUT)
 @click.argument("run_dir", metavar="RUN", type=FILE)
-@file_option("-o", "--output", help="Where the page goes; default: into the run.")
+@file_option("-o", "--output", help="Where the page goes, - for stdout; default: into the run.")
 def report(run_dir: str, output: str | None) -> int:
     """Write a run as one page that needs nothing else.
 
@@ -59,7 +59,7 @@ def report(run_dir: str, output: str | None) -> int:
     """
     from tuner.cli.report import run_report
 
-    return run_report(Path(run_dir), path_of(output))
+    return run_report(Path(run_dir), path_of("/dev/stdout" if output == "-" else output))
 
 
 @command(

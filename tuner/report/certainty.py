@@ -16,14 +16,16 @@ from tuner.report.parts import (
     Plot,
     Section,
     Table,
-    axis,
     layout,
     number,
+    number_axis,
+    seconds_axis,
 )
 from tuner.report.run_files import RunFiles
 from tuner.report.words import (
     NOTHING,
     counted,
+    is_latency,
     listed,
     metric_name,
     percent,
@@ -33,8 +35,8 @@ from tuner.report.words import (
 )
 from tuner.run.result import Advice
 from tuner.search.judging import TIE_LOSS
-from tuner.search.objective import Bounds, is_rate
-from tuner.search.race import Odds, Standing
+from tuner.search.objective import Bounds, Objective, is_rate
+from tuner.search.race import MAX_LOSS, Odds, Standing
 
 # An interval over other hours so many times as wide as on this one is mostly theirs: ours.
 _MOSTLY_TRAFFIC = 1.5
@@ -76,9 +78,7 @@ def _probable(advice: Advice) -> str:
     basis = "" if advice.odds is None else f", {_own_basis(advice.odds)}"
     if own is None or own.loss is None:
         return f"{best}{basis}"
-    return (
-        f"{best}{basis}; {advice.limits} is expected to cost {percent(own.loss)} more than it"
-    )
+    return f"{best}{basis}; {advice.limits} is expected to cost {_loss(own.loss)} more than it"
 
 
 def _own_basis(odds: Odds) -> str:
@@ -229,13 +229,24 @@ def _plot(advice: Advice, current: EngineLimits) -> Plot:
                 "x": [values[2] for values in ends],
                 "y": names,
                 "marker": {"size": 11, "color": colours},
-                "hovertemplate": "%{y}: %{x:.3s}<extra></extra>",
+                "customdata": [quantity(metric, values[2]) for values in ends],
+                "hovertemplate": "%{y}: %{customdata}<extra></extra>",
                 "showlegend": False,
             },
         ],
-        layout(xaxis=axis(metric_name(metric)), yaxis={"automargin": True}),
+        layout(xaxis=_axis(metric, ends), yaxis={"automargin": True}),
         height_px=90 + 34 * len(drawn),
     )
+
+
+def _axis(metric: str, ends: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Return the axis of a metric, with its unit and no wider than what is drawn."""
+    title, values = metric_name(metric), [value for of_one in ends for value in of_one]
+    if is_latency(metric):
+        return {**seconds_axis(title, values), "rangemode": "normal"}
+    if metric == Objective.CAPACITY:
+        title += ", as a multiple of the recorded load"
+    return number_axis(title, values)
 
 
 def _bar(
@@ -271,7 +282,7 @@ def _table(advice: Advice, current: EngineLimits) -> Table:
             number(standing.quantiles[2], score(metric, standing.quantiles[2])),
             Cell(_between(standing, metric), mark="number"),
             _chance(standing.p_best),
-            number(standing.loss, percent(standing.loss)),
+            number(standing.loss, _loss(standing.loss)),
             _chance(standing.p_slo),
             _chance(standing.p_sustained),
         )
@@ -283,6 +294,11 @@ def _table(advice: Advice, current: EngineLimits) -> Table:
         *("P(SLOs met)", "P(load sustained)"),
     )
     return Table("certainty-table", caption, heads, rows)
+
+
+def _loss(loss: float | None) -> str:
+    """Write what a setting is expected to cost more; what is larger counts as the largest."""
+    return f"{percent(loss)}{' or more' if loss is not None and loss >= MAX_LOSS else ''}"
 
 
 def _chance(share: float | None) -> Cell:

@@ -6,7 +6,7 @@ Plain values without markup: text is escaped where it becomes HTML, in the templ
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, TypeVar
@@ -168,12 +168,24 @@ def axis(title: str, **more: Any) -> dict[str, Any]:  # noqa: ANN401 - as layout
 
 def seconds_axis(title: str, values: list[float]) -> dict[str, Any]:
     """Return an axis for durations, logarithmic where they span too much for another."""
-    positive = [value for value in values if value > 0]
-    is_wide = bool(positive) and max(positive) > LOG_SPAN * min(positive)
-    if not is_wide or len(positive) < len(values):
+    if not _is_wide(values):
         return axis(title, rangemode="tozero", **_SECONDS)
-    ticks = log_ticks(min(positive), max(positive))
-    return axis(title, type="log", tickvals=ticks, ticktext=[_tick(tick) for tick in ticks])
+    return _log_axis(title, values, _tick)
+
+
+def number_axis(title: str, values: list[float]) -> dict[str, Any]:
+    """Return an axis for numbers, logarithmic as that for durations."""
+    return _log_axis(title, values, "{:g}".format) if _is_wide(values) else axis(title)
+
+
+def _is_wide(values: list[float]) -> bool:
+    """Return whether values that all are above 0 span too much for an even axis."""
+    return bool(values) and min(values) > 0 and max(values) > LOG_SPAN * min(values)
+
+
+def _log_axis(title: str, values: list[float], told: Callable[[float], str]) -> dict[str, Any]:
+    ticks = log_ticks(min(values), max(values))
+    return axis(title, type="log", tickvals=ticks, ticktext=[told(tick) for tick in ticks])
 
 
 def log_ticks(low: float, high: float) -> list[float]:

@@ -7,6 +7,7 @@ replaced whole, so a run that goes on can be looked at.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,7 +95,8 @@ def read_run(path: Path) -> RunFiles:
     run = _read(path / RUN_FILE, _Run) if (path / RUN_FILE).is_file() else _Run()
     saved, compared = path / TIMELINES_FILE, path / COMPARE_FILE
     return RunFiles(
-        name=path.resolve().name,
+        # A folder that the path leads to may have a name that is no text.
+        name=os.fsencode(path.resolve().name).decode(errors="replace"),
         result=result,
         timelines=_read(saved, SavedTimelines).replays if saved.is_file() else (),
         predicted_same_requests=bool(run.windows) and run.windows == run.predicted_windows,

@@ -23,7 +23,7 @@ from tuner.report.parts import (
 )
 from tuner.report.points import Point, loads_words, ranked_points, shadow_points, with_values
 from tuner.report.run_files import RunFiles
-from tuner.report.words import listed, metric_name, percent, quantity, seconds
+from tuner.report.words import counted, listed, metric_name, percent, quantity, seconds
 from tuner.search.ladder import climb_is_over, same_schedule
 from tuner.search.trials import Observation, Phase, Trial, leader, predictions, ranked
 
@@ -78,13 +78,17 @@ def rungs_of(run: RunFiles) -> list[Observation]:
 def stop_of(rungs: Sequence[Observation]) -> Stop:
     """Return the cap at which the climb ended: the first that says that no higher one can gain.
 
+    None of those below the best does, whatever it says: a GPU may run the batches of a larger
+    cap faster.
+
     Shapes: rungs is [caps], ascending, at least one.
     """
     climbed = climb_of(rungs)
+    best = leader(climbed)
     for i in range(1, len(climbed) + 1):
-        if climb_is_over(climbed[:i]):
+        if (best is None or best in climbed[:i]) and climb_is_over(climbed[:i]):
             return Stop(climbed[i - 1].limits.max_num_seqs, _why(climbed[:i]))
-    last, best = climbed[-1], leader(climbed)
+    last = climbed[-1]
     if best is None or best is last:
         return Stop(last.limits.max_num_seqs, "it was the largest that was tried")
     better = best.limits.max_num_seqs
@@ -111,8 +115,8 @@ def _why(climbed: Sequence[Observation]) -> str:
     last = climbed[-1]
     if last.cap_never_bound:
         return (
-            f"at most {last.peak_running} requests ran at once there, so a higher cap makes "
-            "the same batches"
+            f"at most {counted(last.peak_running, 'request')} ran at once there, so a higher "
+            "cap makes the same batches"
         )
     best = leader(climbed)
     above = [str(o.limits.max_num_seqs) for o in climbed[-2:]]

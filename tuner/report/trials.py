@@ -51,7 +51,7 @@ def _row(result: RunResult, trial: Trial) -> tuple[Cell, ...]:
         number(trial.number, str(trial.number)),
         Cell(trial.engine, trial.engine),
         Cell(trial.phase, trial.phase),
-        number(trial.race_round, str(trial.race_round or NOTHING)),
+        number(trial.race_round or None, str(trial.race_round or NOTHING)),
         number(trial.max_num_seqs, str(trial.max_num_seqs)),
         number(trial.max_num_batched_tokens, f"{trial.max_num_batched_tokens:,}"),
         *(number(rate, _plain(rate)) for rate in rates),

@@ -41,6 +41,11 @@ def metric_name(metric: str) -> str:
     return f"{_NAMES[name]} {statistic}" if name in _NAMES else metric
 
 
+def is_latency(metric: str) -> bool:
+    """Return whether a metric is a duration, in seconds."""
+    return metric.rpartition("_")[0] in _NAMES
+
+
 def plain(value: float) -> str:
     """Write three significant digits without an exponent.
 
@@ -65,15 +70,20 @@ def seconds(value_s: float | None) -> str:
 
 
 def quantity(metric: str, value: float | None) -> str:
-    """Write a metric's value with its unit."""
+    r"""Write a metric's value with its unit.
+
+    >>> quantity(WORST_SLACK, 324.0) == "324 \N{MULTIPLICATION SIGN} its SLO"
+    True
+    """
     if value is None:
         return NOTHING
+    if metric == WORST_SLACK:
+        return f"{plain(value)} \N{MULTIPLICATION SIGN} its SLO"
     if metric == "capacity":
         return f"{plain(value)} \N{MULTIPLICATION SIGN} the recorded load"
     if is_rate(metric):
         return f"{plain(value)}/s"
-    name, _, _ = metric.rpartition("_")
-    return seconds(value) if name in _NAMES else plain(value)
+    return seconds(value) if is_latency(metric) else plain(value)
 
 
 def score(metric: str, value: float | None) -> str:

@@ -300,7 +300,8 @@ def limited_by(
     said.extend(_neighbours(records, limits, tail))
     if not said and mine[-1]["running"]["max"] < limits.max_num_seqs:
         peak = int(mine[-1]["running"]["max"])
-        never = f"at most {peak} requests ran at once, the cap never bound"
+        ran = f"{peak} request{'' if peak == 1 else 's'}"
+        never = f"at most {ran} ran at once, the cap never bound"
         said.append(f"the traffic: {never}{own}")
     return "; ".join(said) or "nothing that was measured"
 

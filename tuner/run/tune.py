@@ -69,6 +69,11 @@ WritePage = Callable[[Path], None]
 # What meets the SLOs at least so probably may yet turn out to: ours.
 MAYBE_MEETS = 0.1
 
+_MEDIAN_DECIDED = (
+    "the median decided, as the requests are too few for a tail: what keeps most of them short "
+    "at the expense of others, or of requests/s, counts as better"
+)
+
 
 _TOO_LONG_CAVEATS = {
     TooLong.REFUSE: Caveat.REQUESTS_REFUSED,
@@ -145,6 +150,9 @@ class _Run:
         if not decisive(records) or not found.windows:
             return None
         scoring = found.scoring or Scoring(aim.objective, aim.slos, "p50")
+        if found.scoring is not None and scoring.has_no_tail:
+            context.caveats.add(Caveat.FEW_SAMPLES)
+            context.caveat_texts[Caveat.FEW_SAMPLES] = _MEDIAN_DECIDED
         texts = context.caveat_texts
         caveats = [
             CaveatRecord(str(one), texts.get(one, one.text))

@@ -242,6 +242,11 @@ class Scoring:
             found.setdefault(slo.metric, set()).add(slo.statistic)
         return found
 
+    @property
+    def has_no_tail(self) -> bool:
+        """Whether the median stands for the tail that is asked, as requests are too few."""
+        return self.objective is Objective.BALANCED and self.tail == "p50"
+
     def score(self, m: Measurement) -> Score:
         """Place a measurement in the order; it has at least `statistics`."""
         if m.cut_reason is not None:

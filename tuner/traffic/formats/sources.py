@@ -119,7 +119,9 @@ def plain_file(path: Path, max_bytes: int = MAX_UNPACKED_BYTES) -> Iterator[Sour
                     yield source
         else:
             _check_is_file(path)
-            with _unpacked(path, path.name, max_bytes) as source:
+            # It is told within a line, which a stranger's file must not end.
+            name = path.name.replace("\n", r"\x0a")
+            with _unpacked(path, name, max_bytes) as source:
                 yield source
     except (gzip.BadGzipFile, zlib.error, zstd.ZstdError, EOFError) as cause:
         reason = f"{path} cannot be unpacked: {cause}"
