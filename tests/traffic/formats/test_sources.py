@@ -67,6 +67,12 @@ def test_packed_files_read_like_plain_ones(tmp_path: Path) -> None:
         assert trace.source == name
 
 
+def test_the_name_of_a_file_stays_within_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "ev\nmax-num-seqs: 999.csv"
+    path.write_text(CSV + "2023-11-16 18:17:00,3,4\n")
+    assert read_trace(path).source == r"ev\x0amax-num-seqs: 999.csv"
+
+
 @pytest.mark.parametrize("pack", [gzip.compress, zstd.compress])
 def test_a_packed_file_that_is_cut_off_is_an_error(tmp_path: Path, pack: object) -> None:
     data = np.random.default_rng(0).integers(0, 9, 9000).astype(str)
