@@ -14,6 +14,7 @@ from tuner.emit.yaml_text import commented, yaml_text
 from tuner.errors import UsageError
 from tuner.gate import ANSWERING, SETTINGS
 from tuner.run.loads.gate import GateAnswer, goodput_per_s
+from tuner.stats import short
 
 FULLEST: Final = 0.8
 """Ours: an autoscaler's target for the requests in flight, as a share of what a gate lets in.
@@ -38,8 +39,8 @@ def evidence(answer: GateAnswer) -> list[str]:
         before, gated = goodput_per_s(at.before), goodput_per_s(at.gated)
         interval = f"{at.elsewhere.low:+.3g} … {at.elsewhere.high:+.3g}/s"
         lines.append(
-            f"  {at.load:g} x  {before:.3g}/s -> {gated:.3g}/s ({at.gained_per_s:+.3g}/s; "
-            f"on other traffic {interval}, P(better) {at.odds:.2f})"
+            f"  {at.load:g} x  {short(before)}/s -> {short(gated)}/s "
+            f"({at.gained_per_s:+.3g}/s; on other traffic {interval}, P(better) {at.odds:.2f})"
         )
     return [*lines, *answer.error.lines(), *([] if answer.pays else [NO_GATE])]
 

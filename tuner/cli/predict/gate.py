@@ -30,6 +30,7 @@ from tuner.run.loads.gate import GateAnswer, GatedLoad, find_gate, goodput_per_s
 from tuner.search.budget import Aim, asked_window
 from tuner.search.objective import Objective
 from tuner.shadow.predictor import Predictor
+from tuner.stats import short
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +152,8 @@ def _load_line(answer: GateAnswer, at: GatedLoad) -> str:
     interval = f"{elsewhere.low:+.3g} … {elsewhere.high:+.3g}"
     offered = max(gated.offered, 1)
     return (
-        f"{at.load:>5g}x {at.before.offered_per_s or 0.0:>8.3g}/s"
-        f"{goodput_per_s(at.before):>8.3g}/s {goodput_per_s(gated):>7.3g}/s"
+        f"{at.load:>5g}x {short(at.before.offered_per_s or 0.0):>8}/s"
+        f"{short(goodput_per_s(at.before)):>8}/s {short(goodput_per_s(gated)):>7}/s"
         f" {at.gained_per_s:>+8.3g}  {interval:>17}  {at.odds:>9.2f}"
         f"{gated.turned_away / offered:>13.1%}{gated.truncated / offered:>9.1%}"
         f"{answer.replicas(at.load) or '-':>10}"

@@ -18,6 +18,7 @@ from tuner.run.loads.surface import AtLoad, Reached, Surface
 from tuner.search.budget import MIN_REQUESTS
 from tuner.search.objective import RATE, Objective
 from tuner.shadow.profiled import ProfiledEngine
+from tuner.stats import short
 from tuner.traffic.reshape import Router
 from tuner.traffic.traces import Trace
 
@@ -168,12 +169,12 @@ def _table(surface: Surface, objective: Objective) -> list[str]:
 
 def _seconds(reached: Reached, metric: str) -> str:
     value_s = reached.value(metric)
-    return "-" if value_s is None else f"{value_s:.3g} s"
+    return "-" if value_s is None else f"{short(value_s)} s"
 
 
 def _per_s(reached: Reached, metric: str) -> str:
     value = reached.value(metric)
-    return "-" if value is None else f"{value:.3g}/s"
+    return "-" if value is None else f"{short(value)}/s"
 
 
 def _advice(at: AtLoad, best: Reached, current: Reached) -> str:
@@ -248,7 +249,7 @@ def _fleet_lines(found: FleetPlan) -> list[str]:
     lines += ["", f"{'from':>8}{'requests/s':>12}" + "".join(map(_head, found.ways))]
     for each in zip(*(way.stretches for way in found.ways), strict=True):
         cells = "".join(f"{one.replicas:>8g}{one.slo_attainment_ratio:>8.1%}" for one in each)
-        lines.append(f"{_instant(each[0].start_s):>8}{each[0].offered_per_s:>12.3g}{cells}")
+        lines.append(f"{_instant(each[0].start_s):>8}{short(each[0].offered_per_s):>12}{cells}")
     return lines
 
 
@@ -262,9 +263,11 @@ def _head(way: Way) -> str:
 
 def _way_line(way: Way) -> str:
     cost = "-" if way.cost is None else f"{way.cost:,.2f}"
-    target = "" if way.autoscaler is None else f"{way.autoscaler.target:.3g} in flight each; "
+    target = (
+        "" if way.autoscaler is None else f"{short(way.autoscaler.target)} in flight each; "
+    )
     return (
-        f"{way.name:<12}{way.replicas:>6}{way.gpu_hours:>12.4g}{cost:>12}"
+        f"{way.name:<12}{way.replicas:>6}{short(way.gpu_hours, 4):>12}{cost:>12}"
         f"{way.slo_attainment_ratio:>14.2%}  {target}{_broken(way.breaks, len(way.stretches))}"
     )
 

@@ -38,7 +38,7 @@ from tuner.search.race import CONFIDENCE, Odds
 from tuner.search.space import SearchSpace
 from tuner.search.trials import leader
 from tuner.shadow.predictor import Predictor
-from tuner.stats import Estimate
+from tuner.stats import Estimate, short
 
 KNOBS_FILE: Final = "knobs.jsonl"
 """Where what engines with knobs turned have shown is kept, a line for each start."""
@@ -246,8 +246,8 @@ class _Turning:
         brings = f"what {unit} would bring is not known, as nothing tells a rate of requests"
         if now is not None:
             brings = (
-                f"{unit} would bring {(then or 0.0) - now:+.3g} requests/s to the {now:.3g}/s "
-                "that hold within the bounds"
+                f"{unit} would bring {(then or 0.0) - now:+.3g} requests/s to the "
+                f"{short(now)}/s that hold within the bounds"
             )
         return (
             f"of {_memory(place.blocks, block_bytes)}, {down}; {brings}; "
