@@ -38,7 +38,7 @@ from tuner.shadow.calibration import Calibration
 from tuner.shadow.design import Block, choose, instants_s, spreads, wanted
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import KvStart, Profile
-from tuner.shadow.speed import MoodSpreads, Speed, Visited
+from tuner.shadow.speed import MoodSpreads, Speed, Uncertainty, Visited
 from tuner.shadow.step_model import StepModel
 from tuner.traffic.resample import at_load
 from tuner.traffic.traces import Trace
@@ -325,8 +325,7 @@ class Blocks:
                 f"{self.count} blocks: the speed of {len(known)} settings is known to "
                 f"{off:.1%}{'' if choice is None else choice.text}"
             )
-            is_known = self._asked >= MIN_ROUNDS and self._is_settled(choice)
-            if self._left_s <= 0 or is_known:
+            if self._left_s <= 0:
                 return
             offered = [o for one in known for o in self._offered(predictor, one)]
             seen = [
@@ -335,23 +334,24 @@ class Blocks:
             ]
             if not offered:
                 return
-            self._asked += 1
             time_s = min(ROUND_S, self._left_s) * (2 if self.runner.context.is_shared else 1)
-            picked = choose(speed.uncertainty, speed.mood, aims, seen, time_s)
+            picked, left = choose(speed.uncertainty, speed.mood, aims, seen, time_s)
+            if self._asked >= MIN_ROUNDS and self._is_settled(choice, left):
+                return
+            self._asked += 1
             most_s = [MAX_BLOCK * max(BLOCK_S, float(seen[i].seconds.sum())) for i in picked]
             self._replay([offered[i][0] for i in picked], most_s)
             if self.runner.engine.restarts_per_config:
                 return  # where every change of limits is a start of its own
 
-    def _is_settled(self, choice: _Choice | None) -> bool:
-        """Whether so little is lost, or another round saves so little, that it is enough.
+    def _is_settled(self, choice: _Choice | None, left: Uncertainty) -> bool:
+        """Whether so little is lost, or so little saved once only so much is left open.
 
         A few draws may be wrong about it.
         """
-        rounds = self._asked + 1
+        left = replace(left, start=left.after(self._asked + 1, 1).start)
         return choice is not None and all(
-            (loss := choice.loss(draws)) <= SETTLED
-            or loss - choice.loss(draws, rounds, 1) < WORTH
+            (loss := choice.loss(draws)) <= SETTLED or loss - choice.loss(draws, left) < WORTH
             for draws in (BLOCK_DRAWS, FEW_DRAWS)
         )
 
@@ -546,14 +546,13 @@ class _Choice:
         """Return what choosing now loses, after what is known."""
         return f", choosing now loses {self.found.loss:.1%}"
 
-    def loss(self, draws: int, had: float = 1.0, more: float = 0.0) -> float:
-        """Return what choosing loses once `more` was measured beside what it was learnt from.
+    def loss(self, draws: int, left: Uncertainty | None = None) -> float:
+        """Return what choosing loses now, or once no more than that is `left` open of speed.
 
         Raises: NoFeasibleConfigError, ShadowError, UsageError.
         """
         profile = self.predictor.profile
-        if more and profile.uncertainty is not None:
-            left = profile.uncertainty.after(had, more)
+        if left is not None:
             profile = replace(profile, uncertainty=left)
         asked = (self.found.inside, self.current, draws, self.confidence)
         return regret(self.predictor.of(profile), self.predictions, *asked)

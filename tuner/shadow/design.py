@@ -162,11 +162,12 @@ def choose(
     wanted: Floats,
     blocks: Sequence[Visited],
     time_s: float,
-) -> list[int]:
+) -> tuple[list[int], Uncertainty]:
     """Return which blocks tell most of what is wanted in the time, one at least.
 
     One after the other: each takes most off the variances for its seconds, after those before
-    it, and each once, since no model says all that two blocks differ by.
+    it, and each once, since no model says all that two blocks differ by. With them stands what
+    they will leave open of how batches differ.
 
     Units: seconds as predicted.
     """
@@ -184,7 +185,10 @@ def choose(
         chosen.append(best)
         covariance = covariance - learnt[best] @ learnt[best].T
         left_s -= costs_s[best]
-    return chosen
+    small = 1e-9 * np.eye(len(table))
+    root = np.linalg.cholesky((covariance + covariance.T) / 2 + small)
+    left = Uncertainty.of(root.T @ table)
+    return chosen, replace(left, start=uncertainty.start)
 
 
 def _errors(block: Visited, mood: MoodSpreads) -> Floats:
