@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -236,6 +237,9 @@ def race(
             plan, inside = evidence.plan, evidence.inside(draws, confidence)
             if rounds:
                 least = evidence.least_in_a_round
+                if _is_made(context.journal.race_runs(), rounds + 1, least):
+                    rounds, draws = rounds + 1, evidence.draws(FEW_DRAWS)
+                    continue
                 inside = who_replays(draws, inside, current, confidence, plan.replay_s, least)
             round_s, before_s = sum(map(plan.replay_s, inside)), context.left_s
             if rounds >= evidence.min_rounds and (
@@ -256,6 +260,12 @@ def race(
             context.journal.withdraw(Phase.RACE)
         whole = whole_rounds(context.journal.race_runs(), evidence.settings())
         return evidence.draws(DRAWS).decide(current, confidence, whole)
+
+
+def _is_made(runs: Sequence[RaceRun], number: int, least: int) -> bool:
+    """Whether a process has replayed so many in a round, as before a run went on."""
+    made = Counter(run.attempt for run in runs if run.round == number)
+    return max(made.values(), default=0) >= least
 
 
 def _is_spent(context: RunContext, round_s: float, reserved_s: float) -> bool:
