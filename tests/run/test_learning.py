@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tuner.errors import Caveat
 from tuner.replay.plan import ReplayPlan
 from tuner.run.calibrate import Calibrator
 from tuner.run.directory import PROFILE_FILE, STEPS_FILE
+from tuner.run.result import KNOWN_RATIO, OWN_RATIO
 from tuner.run.rounds import unpacked
 from tuner.run.sessions.learning import Learning
 from tuner.search.race import Odds, RaceDecision, RaceVerdict
@@ -60,7 +62,8 @@ def test_how_restless_the_machine_was_is_learnt_with_its_speed(tmp_path: Path) -
     moods = np.exp(0.1 * (-1.0) ** np.arange(moment.max() + 1))
     shape = ToyEngine(ToySource(), LIMITS).shape()
     calibration = Calibration(shape, (KvStart(LIMITS, 1000),), (), LIMITS, {"model": "toy"})
-    odds = Odds(0.95, None, 1.0, 0.1, 0.95, open_ratio=0.02)
+    open_ratio = math.sqrt(OWN_RATIO**2 + 4 * (KNOWN_RATIO**2 - OWN_RATIO**2))
+    odds = Odds(0.95, None, 1.0, 0.1, 0.95, open_ratio=open_ratio)
     decision = RaceDecision(RaceVerdict.KEEP, LIMITS, LIMITS, (), None, 1, "", odds=odds)
     told = []
     with a_run(tmp_path, TRACE, a_space(LIMITS)) as run:
@@ -77,7 +80,7 @@ def test_how_restless_the_machine_was_is_learnt_with_its_speed(tmp_path: Path) -
     assert restless is not None
     assert restless.apart_ratio == pytest.approx(0.1, abs=0.05)
     assert quiet.apart_ratio < restless.apart_ratio / 2
-    # Four times as long for half of what is open.
+    # Four times as long for half of what time can take away.
     assert restless.more_s == pytest.approx(300.0)
 
 

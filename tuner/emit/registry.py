@@ -207,9 +207,13 @@ def limits_in(path: Path, chosen: Format, names: Names) -> EngineLimits | None:
 
 
 def _limits_of_line(line: str) -> dict[str, int | None]:
-    """Return the numbers behind the flags of both limits in a command line, by their marks."""
-    values = {mark: last_value(line, key) for mark, key in _MARKED.items()}
-    return {mark: human_integer(value) for mark, value in values.items() if value is not None}
+    """Return the numbers behind the flags of the limits in a command line, by their marks.
+
+    None of them where a variable holds one.
+    """
+    texts = {mark: last_value(line, key) for mark, key in _MARKED.items()}
+    found = {mark: human_integer(text) for mark, text in texts.items() if text is not None}
+    return {} if None in found.values() else found
 
 
 def _spells(key: str, text: str) -> bool:
