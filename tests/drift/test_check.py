@@ -315,7 +315,7 @@ def test_a_server_whose_prompts_hit_its_prefix_cache_is_not_told_to_re_tune_for_
     with chat_served(tmp_path / "cold", a_chat_profile(), 0.0) as arguments:
         assert run_check(*arguments) == 10
         shown = json.loads(capfd.readouterr().out)
-        assert shown["gain"]["interval"][0] > 0.05
+        assert shown["gain"]["interval"][0] > 0.0
 
 
 @pytest.mark.slow

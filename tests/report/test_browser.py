@@ -214,7 +214,7 @@ def test_the_map_follows_the_load_and_the_metric(
             visit.page.locator(".explorer output").inner_text() == section.explorer.loads[load]
         )
         best = visit.page.locator("#explorer-map td.best")
-        assert best.locator("small").inner_text() == "best"
+        assert best.locator("small").inner_text() == data["levels"][load]["best_as"]
         assert visit.page.locator(".now").inner_text() == data["levels"][load]["says"]
     assert visit.complaints == []
     assert [url[:5] for url in visit.requests if not url.startswith("data:")] == ["file:"]

@@ -199,7 +199,7 @@ def test_cold_engines_are_held_to_what_is_predicted_of_engines_with_their_blocks
             assert told is not None
             assert math.log(told.value / known.value) == pytest.approx(moved, abs=0.005)
             assert (width(told) > 2 * width(known)) is (off >= 0.1), folder
-            assert near(told, known) is (off == 0.0)
+            assert (told.value == pytest.approx(known.value, rel=1e-6)) is (off == 0.0)
         # What is recommended by is the gain that is told.
         assert cold.log_gain == pytest.approx(math.log(found.gain_here.value))
 

@@ -60,6 +60,9 @@ INSTANTS, ROUND_S = 6, 10.0
 MIN_ROUNDS, MAX_ROUNDS = 3, 32
 # What choosing now may lose, as a share, and what a round has to be expected to save: ours.
 SETTLED, WORTH = 0.002, 0.0003
+# How far the speed of all settings may be off as one, in logarithms: ours, since the load that
+# is borne and the SLOs are told by it, of which choosing among settings knows nothing.
+LEVEL_KNOWN = 0.03
 # How many settings are looked at beside the current one, found by how many draws: ours, it is
 # asked anew after every few seconds of blocks.
 CONTENDERS, BLOCK_DRAWS = 4, 20
@@ -336,7 +339,8 @@ class Blocks:
                 return
             time_s = min(ROUND_S, self._left_s) * (2 if self.runner.context.is_shared else 1)
             picked, left = choose(speed.uncertainty, speed.mood, aims, seen, time_s)
-            if self._asked >= MIN_ROUNDS and self._is_settled(choice, left):
+            is_level_known = self._asked >= MIN_ROUNDS and left.start <= LEVEL_KNOWN
+            if is_level_known and self._is_settled(choice, left):
                 return
             self._asked += 1
             most_s = [MAX_BLOCK * max(BLOCK_S, float(seen[i].seconds.sum())) for i in picked]
