@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -114,34 +112,25 @@ def test_the_block_that_shows_what_is_open_is_chosen_first() -> None:
     aims = wanted([visited(8, 0), visited(8, 400)])
     blocks = [visited(8, 0), visited(1, 0), visited(0, 400)]
     prompts_open = open_in_terms("prefill_base_s")
-    assert choose(prompts_open, CALM, aims, blocks, 0.1)[0] == [2]
+    assert choose(prompts_open, CALM, aims, blocks, 0.1) == [2]
     decodes_open = open_in_terms("seq_s")
-    assert choose(decodes_open, CALM, aims, blocks, 0.1)[0] == [0]
+    assert choose(decodes_open, CALM, aims, blocks, 0.1) == [0]
 
 
 def test_of_two_that_tell_the_same_the_shorter_is_chosen() -> None:
     aims = wanted([visited(8, 0), visited(8, 400)])
     blocks = [visited(8, 400, steps=200), visited(8, 400, steps=30)]
-    assert choose(open_in_terms("prefill_base_s"), CALM, aims, blocks, 0.1)[0] == [1]
+    assert choose(open_in_terms("prefill_base_s"), CALM, aims, blocks, 0.1) == [1]
 
 
 def test_more_time_chooses_more_each_once_and_never_nothing() -> None:
     aims = wanted([visited(8, 0), visited(8, 400)])
     blocks = [visited(8, 400, steps) for steps in (20, 30, 40, 50)]
     table = open_in_terms(*TERMS)
-    chosen = [choose(table, CALM, aims, blocks, time_s) for time_s in (0.0, 0.3, 60.0)]
-    found = [picked for picked, _ in chosen]
+    found = [choose(table, CALM, aims, blocks, time_s) for time_s in (0.0, 0.3, 60.0)]
     assert len(found[0]) == 1
     assert len(found[0]) <= len(found[1]) <= len(found[2])
     assert sorted(found[2]) == [0, 1, 2, 3]
-    # And leaves less open of what is wanted; of what no block shows as much as before.
-    open_by = [spreads(left, aims) for left in (table, *(left for _, left in chosen))]
-    for before, after in itertools.pairwise(open_by):
-        assert (after <= before * 1.001).all()
-    assert open_by[-1][-1] < 0.2 * open_by[0][-1]
-    unseen = np.zeros((1, table.width))
-    unseen[0, TERMS.index("eager_s")] = 1.0
-    assert spreads(chosen[-1][1], unseen) == pytest.approx(spreads(table, unseen), rel=0.01)
 
 
 def test_how_two_settings_differ_is_known_better_than_each() -> None:

@@ -32,13 +32,14 @@ from tuner.run.time_plan import fly_pilot
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.budget import RACE_REPLAYS, choose_windows, least_window, outlook
 from tuner.search.objective import Objective
+from tuner.search.posterior import saved_by_more
 from tuner.search.space import SearchSpace
 from tuner.search.trials import Phase
 from tuner.shadow.calibration import Calibration
 from tuner.shadow.design import Block, choose, instants_s, spreads, wanted
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import KvStart, Profile
-from tuner.shadow.speed import MoodSpreads, Speed, Uncertainty, Visited
+from tuner.shadow.speed import MoodSpreads, Speed, Visited
 from tuner.shadow.step_model import StepModel
 from tuner.traffic.resample import at_load
 from tuner.traffic.traces import Trace
@@ -60,9 +61,6 @@ INSTANTS, ROUND_S = 6, 10.0
 MIN_ROUNDS, MAX_ROUNDS = 3, 32
 # What choosing now may lose, as a share, and what a round has to be expected to save: ours.
 SETTLED, WORTH = 0.002, 0.0003
-# How far the speed of all settings may be off as one, in logarithms: ours, since the load that
-# is borne and the SLOs are told by it, of which choosing among settings knows nothing.
-LEVEL_KNOWN = 0.03
 # How many settings are looked at beside the current one, found by how many draws: ours, it is
 # asked anew after every few seconds of blocks.
 CONTENDERS, BLOCK_DRAWS = 4, 20
@@ -328,7 +326,8 @@ class Blocks:
                 f"{self.count} blocks: the speed of {len(known)} settings is known to "
                 f"{off:.1%}{'' if choice is None else choice.text}"
             )
-            if self._left_s <= 0:
+            is_known = self._asked >= MIN_ROUNDS and self._is_settled(choice)
+            if self._left_s <= 0 or is_known:
                 return
             offered = [o for one in known for o in self._offered(predictor, one)]
             seen = [
@@ -337,25 +336,22 @@ class Blocks:
             ]
             if not offered:
                 return
-            time_s = min(ROUND_S, self._left_s) * (2 if self.runner.context.is_shared else 1)
-            picked, left = choose(speed.uncertainty, speed.mood, aims, seen, time_s)
-            is_level_known = self._asked >= MIN_ROUNDS and left.start <= LEVEL_KNOWN
-            if is_level_known and self._is_settled(choice, left):
-                return
             self._asked += 1
+            time_s = min(ROUND_S, self._left_s) * (2 if self.runner.context.is_shared else 1)
+            picked = choose(speed.uncertainty, speed.mood, aims, seen, time_s)
             most_s = [MAX_BLOCK * max(BLOCK_S, float(seen[i].seconds.sum())) for i in picked]
             self._replay([offered[i][0] for i in picked], most_s)
             if self.runner.engine.restarts_per_config:
                 return  # where every change of limits is a start of its own
 
-    def _is_settled(self, choice: _Choice | None, left: Uncertainty) -> bool:
-        """Whether so little is lost, or so little saved once only so much is left open.
+    def _is_settled(self, choice: _Choice | None) -> bool:
+        """Whether so little is lost, or another round saves so little, that it is enough.
 
         A few draws may be wrong about it.
         """
-        left = replace(left, start=left.after(self._asked + 1, 1).start)
         return choice is not None and all(
-            (loss := choice.loss(draws)) <= SETTLED or loss - choice.loss(draws, left) < WORTH
+            (loss := choice.loss(draws)) <= SETTLED
+            or saved_by_more(loss, self._asked + 1, 1) < WORTH
             for draws in (BLOCK_DRAWS, FEW_DRAWS)
         )
 
@@ -550,16 +546,15 @@ class _Choice:
         """Return what choosing now loses, after what is known."""
         return f", choosing now loses {self.found.loss:.1%}"
 
-    def loss(self, draws: int, left: Uncertainty | None = None) -> float:
-        """Return what choosing loses now, or once no more than that is `left` open of speed.
+    def loss(self, draws: int) -> float:
+        """Return what choosing now loses, by so many draws.
 
         Raises: NoFeasibleConfigError, ShadowError, UsageError.
         """
-        profile = self.predictor.profile
-        if left is not None:
-            profile = replace(profile, uncertainty=left)
+        if draws == BLOCK_DRAWS:
+            return self.found.loss
         asked = (self.found.inside, self.current, draws, self.confidence)
-        return regret(self.predictor.of(profile), self.predictions, *asked)
+        return regret(self.predictor, self.predictions, *asked)
 
 
 @dataclass(frozen=True, slots=True)

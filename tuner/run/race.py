@@ -240,7 +240,8 @@ def race(
                 if _is_made(context.journal.race_runs(), rounds + 1, least):
                     rounds, draws = rounds + 1, evidence.draws(FEW_DRAWS)
                     continue
-                inside = who_replays(draws, inside, current, confidence, plan.replay_s, least)
+                asked = (draws, inside, current, confidence, plan.replay_s, least)
+                inside = _with_new(context, inside, who_replays(*asked))
             round_s, before_s = sum(map(plan.replay_s, inside)), context.left_s
             if rounds >= evidence.min_rounds and (
                 _is_for_the_cold(runner, plan, draws, late * round_s, reserved_s)
@@ -266,6 +267,14 @@ def _is_made(runs: Sequence[RaceRun], number: int, least: int) -> bool:
     """Whether a process has replayed so many in a round, as before a run went on."""
     made = Counter(run.attempt for run in runs if run.round == number)
     return max(made.values(), default=0) >= least
+
+
+def _with_new(
+    context: RunContext, inside: Sequence[EngineLimits], chosen: Sequence[EngineLimits]
+) -> list[EngineLimits]:
+    """Return who was chosen, and who may be the best by now and was never replayed."""
+    raced = {run.limits for run in context.journal.race_runs()}
+    return [limits for limits in inside if limits in chosen or limits not in raced]
 
 
 def _is_spent(context: RunContext, round_s: float, reserved_s: float) -> bool:
@@ -304,8 +313,15 @@ def _is_enough(
     confidence: float,
     round_s: float,
 ) -> bool:
-    """Whether it is settled by a few draws, which may be wrong about it, and by many."""
-    current = evidence.plan.context.space.current
+    """Whether it is settled by a few draws, which may be wrong about it, and by many.
+
+    Not while who would be recommended was never replayed: a round may have moved all others.
+    """
+    context = evidence.plan.context
+    current, found = context.space.current, few.decide(context.space.current, confidence)
+    raced = {run.limits for run in context.journal.race_runs()}
+    if found.winner in set(inside) - raced - {current}:
+        return False
     asked = (inside, current, confidence, round_s)
     return all(
         is_settled(

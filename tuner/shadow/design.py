@@ -162,12 +162,11 @@ def choose(
     wanted: Floats,
     blocks: Sequence[Visited],
     time_s: float,
-) -> tuple[list[int], Uncertainty]:
+) -> list[int]:
     """Return which blocks tell most of what is wanted in the time, one at least.
 
     One after the other: each takes most off the variances for its seconds, after those before
-    it, and each once, since no model says all that two blocks differ by. With them stands what
-    they will leave open of how batches differ.
+    it, and each once, since no model says all that two blocks differ by.
 
     Units: seconds as predicted.
     """
@@ -185,10 +184,7 @@ def choose(
         chosen.append(best)
         covariance = covariance - learnt[best] @ learnt[best].T
         left_s -= costs_s[best]
-    small = 1e-9 * np.eye(len(table))
-    root = np.linalg.cholesky((covariance + covariance.T) / 2 + small)
-    left = Uncertainty.of(root.T @ table)
-    return chosen, replace(left, start=uncertainty.start)
+    return chosen
 
 
 def _errors(block: Visited, mood: MoodSpreads) -> Floats:
