@@ -150,7 +150,8 @@ class _Run:
         if not decisive(records) or not found.windows:
             return None
         scoring = found.scoring or Scoring(aim.objective, aim.slos, "p50")
-        if found.scoring is not None and scoring.has_no_tail:
+        # A window may be too short for the tail that was predicted of all, and decided by.
+        if scoring.has_no_tail and decision.metric == f"e2e_{scoring.tail}":
             context.caveats.add(Caveat.FEW_SAMPLES)
             context.caveat_texts[Caveat.FEW_SAMPLES] = _MEDIAN_DECIDED
         texts = context.caveat_texts
