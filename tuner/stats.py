@@ -51,6 +51,18 @@ def one_thread() -> AbstractContextManager[object]:
     return limits
 
 
+def significant(value: float) -> str:
+    """Write three significant digits, zeros too, without an exponent.
+
+    >>> significant(0.02), significant(1234.5), significant(0)
+    ('0.0200', '1,234', '0')
+    """
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{min(digits, 6)}f}"
+
+
 def short(value: float, digits: int = 3) -> str:
     """Write so many significant digits, of a large number all before the point.
 

@@ -20,7 +20,6 @@ from tuner.run.context import Workload
 from tuner.run.drawing import (
     DRAWS,
     FEW_DRAWS,
-    Unexplained,
     contend,
     decide,
     draw,
@@ -29,6 +28,7 @@ from tuner.run.drawing import (
 )
 from tuner.run.predict import Predictions, offered_per_s, predict, predict_more
 from tuner.search.budget import Aim
+from tuner.search.effects import Unexplained
 from tuner.search.judging import COST, LOAD, SLO
 from tuner.search.ladder import alike
 from tuner.search.objective import Objective

@@ -5,11 +5,11 @@ Milliseconds exist here alone; everywhere else latencies are in seconds.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from tuner.engine.limits import EngineLimits
 from tuner.search.objective import WORST_SLACK, is_rate
+from tuner.stats import significant
 
 NOTHING = "\N{EN DASH}"
 _MINUS = "\N{MINUS SIGN}"
@@ -52,10 +52,7 @@ def plain(value: float) -> str:
     >>> plain(0.0123456), plain(1234.5), plain(0)
     ('0.0123', '1,234', '0')
     """
-    if value == 0 or not math.isfinite(value):
-        return f"{value:g}"
-    digits = max(0, 2 - math.floor(math.log10(abs(value))))
-    return f"{value:,.{min(digits, 6)}f}".replace("-", _MINUS)
+    return significant(value).replace("-", _MINUS)
 
 
 def seconds(value_s: float | None) -> str:

@@ -8,6 +8,7 @@ that the drift of a machine hits all alike, until the differences are known or t
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,9 +25,9 @@ from tuner.replay.metrics import Measurement
 from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.replay.process import EngineStart
 from tuner.run.context import TRACE, Workload
-from tuner.run.drawing import FEW_DRAWS, Contention, contend, regret
+from tuner.run.drawing import contend
 from tuner.run.journal import Round
-from tuner.run.predict import Predictions, predict
+from tuner.run.predict import predict
 from tuner.run.rounds import STEPS, Steps, predicted_part, share_round, unpacked
 from tuner.run.time_plan import fly_pilot
 from tuner.run.trial_runner import TrialRunner
@@ -317,16 +318,16 @@ class Blocks:
         for _ in range(MAX_ROUNDS):
             profile, speed = self._learnt()
             predictor = self.predictor_of(profile)
-            known, choice = self._contenders(predictor)
+            known, loss = self._contenders(predictor)
             if len(known) < 2:
                 return
             aims = wanted([one.visited for one in known])
             off = float(spreads(speed.uncertainty, aims).max())
             self.runner.context.listener.note(
                 f"{self.count} blocks: the speed of {len(known)} settings is known to "
-                f"{off:.1%}{'' if choice is None else choice.text}"
+                f"{off:.1%}{f', choosing now loses {loss:.1%}' if loss < math.inf else ''}"
             )
-            is_known = self._asked >= MIN_ROUNDS and self._is_settled(choice)
+            is_known = self._asked >= MIN_ROUNDS and self._is_settled(loss)
             if self._left_s <= 0 or is_known:
                 return
             offered = [o for one in known for o in self._offered(predictor, one)]
@@ -344,47 +345,39 @@ class Blocks:
             if self.runner.engine.restarts_per_config:
                 return  # where every change of limits is a start of its own
 
-    def _is_settled(self, choice: _Choice | None) -> bool:
-        """Whether so little is lost, or another round saves so little, that it is enough.
+    def _is_settled(self, loss: float) -> bool:
+        """Whether so little is lost, or another round saves so little, that it is enough."""
+        return loss <= SETTLED or saved_by_more(loss, self._asked + 1, 1) < WORTH
 
-        A few draws may be wrong about it.
-        """
-        return choice is not None and all(
-            (loss := choice.loss(draws)) <= SETTLED
-            or saved_by_more(loss, self._asked + 1, 1) < WORTH
-            for draws in (BLOCK_DRAWS, FEW_DRAWS)
-        )
-
-    def _contenders(self, predictor: Predictor) -> tuple[list[_Predicted], _Choice | None]:
-        """Return those that could be the best, and the current; and the choice among them.
+    def _contenders(self, predictor: Predictor) -> tuple[list[_Predicted], float]:
+        """Return those that could be the best, and the current; what choosing now loses.
 
         Raises: ShadowError, UsageError.
         """
         context = self.runner.context
         space = context.space
         if predictor.doubt and context.is_shared:
-            return [], None  # workers know the rows of the whole trace alone
+            return [], math.inf  # workers know the rows of the whole trace alone
         if predictor.doubt:
             self.trace = busiest(self.trace, ASKED_S).of(self.trace)
             more = calibration_settings(space, space.ceiling.max_num_seqs / 2)
             settings = [space.current, space.ceiling, *more]
-            return self._predicted(predictor, dict.fromkeys(settings, 1.0)), None
+            return self._predicted(predictor, dict.fromkeys(settings, 1.0)), math.inf
         deployed, current = predictor.as_deployed(), space.current
         predicted = predict(deployed, space, self._decided_on(deployed))
         if not isinstance(predicted.outcomes[current], Measurement):
-            return [], None
+            return [], math.inf
         confidence = context.aim.confidence
         found = contend(deployed, predicted, current, CONTENDERS, BLOCK_DRAWS, confidence)
-        choice = _Choice(deployed, predicted, found, current, confidence)
         settings, widest = [*found.settings, current], space.ceiling.max_num_seqs
         if context.aim.objective is Objective.CAPACITY:
-            return self._predicted(predictor, self._borne(deployed, settings)), choice
+            return self._predicted(predictor, self._borne(deployed, settings)), found.loss
         visited = self._predicted(predictor, dict.fromkeys(settings, 1.0))
         if self.tells_capacity:
             budgets = (x.max_num_batched_tokens for x in (settings[0], current))
             fullest = [space.at(widest, budget) for budget in budgets]
             visited += self._predicted(predictor, self._borne(deployed, fullest))
-        return visited, choice
+        return visited, found.loss
 
     def _decided_on(self, deployed: Predictor) -> Workload:
         """Return what is predicted to see who could be the best: all, at the recorded load.
@@ -529,32 +522,6 @@ class Blocks:
             self.calibrator.observe_elsewhere(unpacked(done[number].get(STEPS, ())))
             self._taken.add(number)
         return found is not None
-
-
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """Who could be the best by what was predicted, and what choosing among them loses."""
-
-    predictor: Predictor
-    predictions: Predictions
-    found: Contention
-    current: EngineLimits
-    confidence: float
-
-    @property
-    def text(self) -> str:
-        """Return what choosing now loses, after what is known."""
-        return f", choosing now loses {self.found.loss:.1%}"
-
-    def loss(self, draws: int) -> float:
-        """Return what choosing now loses, by so many draws.
-
-        Raises: NoFeasibleConfigError, ShadowError, UsageError.
-        """
-        if draws == BLOCK_DRAWS:
-            return self.found.loss
-        asked = (self.found.inside, self.current, draws, self.confidence)
-        return regret(self.predictor, self.predictions, *asked)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
-from typing import Self
 
 import numpy as np
 
@@ -29,7 +28,7 @@ from tuner.run.predict import (
     recorded_per_s,
     scored,
 )
-from tuner.search.effects import Effects, Spreads
+from tuner.search.effects import UNEXPLAINED, Effects, Unexplained
 from tuner.search.judging import COST, SLO
 from tuner.search.ladder import FINALISTS, alike
 from tuner.search.objective import WORST_SLACK, Objective, Score
@@ -64,10 +63,6 @@ SIFT, SIFTED, FAR, POSSIBLE, SAFE = 0.2, 8, 1.0, 0.5, 1.1
 # Predictions of the same batches that differ by less than this are the same: ours, a tenth of
 # what settings that lose the same may differ by.
 SAME_RATIO = 0.001
-# By how much a replay differs from the simulation of the same requests at its own speed, from
-# setting to setting and from replay to replay, before any was compared: ours. Identical live
-# replays, each freed of its own speed, differ by 1.0 to 1.4 % in their tails.
-UNEXPLAINED = Spreads(effect=0.01, mood=0.0, noise=0.02, learns_effect=True)
 # How far the steps of a setting are off what is learnt of all, in logarithms: ours. On planted
 # machines 1 % between two settings in the middle of 20 cases.
 OWN_SPEED = 0.007
@@ -75,42 +70,6 @@ OWN_SPEED = 0.007
 # 90 % of a ratio of two settings: ours, since it is the largest of several medians, and what it
 # has in common cancels. A setting has its share.
 _OWN_ERRORS = 1.645 * math.sqrt(2)
-
-
-@dataclass(frozen=True, slots=True)
-class Unexplained:
-    """What live replays show to be off beyond their own speed, in logarithms, by setting.
-
-    Of what is optimised, and of the tightest SLO, which has little to do with that: TTFT is off
-    where a tail of E2E is not. Utilisation is hardly off at all.
-    """
-
-    cost: Effects
-    slo: Effects
-
-    @classmethod
-    def of(cls, settings: int, cost: Sequence[Off] = (), slo: Sequence[Off] = ()) -> Self:
-        """Return what replays show, each the number of its setting and how far it is off."""
-        found = (
-            Effects.of(settings, [(0, setting, off) for setting, off in seen], UNEXPLAINED)
-            for seen in (cost, slo)
-        )
-        return cls(*found)
-
-    def among(self, settings: Sequence[int]) -> Self:
-        """Return what is off of some of the settings alone."""
-        return type(self)(self.cost.among(settings), self.slo.among(settings))
-
-    @property
-    def means(self) -> Floats:
-        """How many times as much as predicted it is. Shapes: [settings, 3]."""
-        logs = np.zeros((self.cost.mean.size, 3))
-        logs[:, COST], logs[:, SLO] = self.cost.mean, self.slo.mean
-        found: Floats = np.exp(logs)
-        return found
-
-
-Off = tuple[int, float]
 
 
 def decide(
@@ -134,13 +93,11 @@ def decide(
 class Contention:
     """Who could be the best by what is known, the likeliest first, without the current one.
 
-    `loss` is what choosing now among all that were `inside` is expected to lose, as a share of
-    what the best costs.
+    `loss` is what choosing now is expected to lose, as a share of what the best costs.
     """
 
     settings: tuple[EngineLimits, ...]
     loss: float
-    inside: tuple[EngineLimits, ...]
 
 
 def contend(
@@ -170,24 +127,7 @@ def _contend(
     inside = [*_likeliest(drawn, current, SIFTED, 0.0, confidence), current]
     drawn = drawing.draws(inside, draws, is_here=True)
     found = _likeliest(drawn, current, most, CONTENDS, confidence)
-    loss = drawn.regret(current, confidence)
-    return Contention(tuple(found[:most]), loss, tuple(inside))
-
-
-def regret(
-    predictor: Predictor,
-    predictions: Predictions,
-    inside: Sequence[EngineLimits],
-    current: EngineLimits,
-    draws: int,
-    confidence: float = CONFIDENCE,
-) -> float:
-    """Return what choosing now among settings loses, by draws of the engine's speed alone.
-
-    Raises: NoFeasibleConfigError if every setting fails; ShadowError, UsageError.
-    """
-    drawn = Drawing(predictor, predictions).draws(inside, draws, is_here=True)
-    return drawn.regret(current, confidence)
+    return Contention(tuple(found[:most]), drawn.regret(current, confidence))
 
 
 def _likeliest(

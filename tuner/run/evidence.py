@@ -32,7 +32,7 @@ from tuner.search.trials import (
     ranked,
     read_metric,
 )
-from tuner.stats import Estimate, short, student_quantile
+from tuner.stats import Estimate, short, significant, student_quantile
 
 # A KV cache this full is what limits, a bound this close is what binds: ours.
 KV_FULL_RATIO = 0.95
@@ -79,17 +79,9 @@ class MetricChange:
             gain += f", interval {low:+.1%} … {high:+.1%}"
         unit = self.unit if self.unit.startswith("/") else f" {self.unit}"
         return (
-            f"{self.metric:<16} {_number(self.before)}{unit} -> "
-            f"{_number(self.after)}{unit}   ({gain})"
+            f"{self.metric:<16} {significant(self.before)}{unit} -> "
+            f"{significant(self.after)}{unit}   ({gain})"
         )
-
-
-def _number(value: float) -> str:
-    """Write three significant digits without an exponent."""
-    if value == 0 or not math.isfinite(value):
-        return f"{value:g}"
-    digits = max(0, 2 - math.floor(math.log10(abs(value))))
-    return f"{value:,.{min(digits, 6)}f}"
 
 
 def metric_changes(

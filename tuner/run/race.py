@@ -24,13 +24,14 @@ from tuner.replay.metrics import Measurement
 from tuner.replay.runner import Failure
 from tuner.replay.series import TimelineRecord, timeline_record
 from tuner.run.context import RunContext, Workload
-from tuner.run.drawing import DRAWS, FEW_DRAWS, Unexplained, draw
+from tuner.run.drawing import DRAWS, FEW_DRAWS, draw
 from tuner.run.evidence import change_bounds
 from tuner.run.journal import Round
 from tuner.run.predict import DISAGREEMENT, Foretold, at_own_speed
 from tuner.run.rounds import POLL_S, share_round
 from tuner.run.time_plan import Observe, RacePlan, cold_cost_s, reserve_s
 from tuner.run.trial_runner import TrialRunner
+from tuner.search.effects import Unexplained
 from tuner.search.judging import COST, SLO, TIE_LOSS
 from tuner.search.objective import Tier, moved, moved_bounds
 from tuner.search.posterior import Draws
@@ -230,7 +231,7 @@ def race(
     Raises: EngineError when the engine cannot be kept alive; ShadowError, UsageError.
     """
     context, current = runner.context, runner.context.space.current
-    reserved_s, rounds, late = reserve_s(runner, evidence.plan), 0, 1.0
+    reserved_s, rounds, beside_s = reserve_s(runner, evidence.plan), 0, 0.0
     with context.stopwatch.stage("race"):
         draws = evidence.draws(FEW_DRAWS)
         while rounds < MAX_ROUNDS and len(draws.settings) > 1:
@@ -244,9 +245,9 @@ def race(
                 inside = _with_new(context, inside, who_replays(*asked))
             round_s, before_s = sum(map(plan.replay_s, inside)), context.left_s
             if rounds >= evidence.min_rounds and (
-                _is_for_the_cold(runner, plan, draws, late * round_s, reserved_s)
+                _is_for_the_cold(runner, plan, draws, round_s + beside_s, reserved_s)
                 or _is_enough(evidence, draws, inside, confidence, round_s)
-                or _is_spent(context, late * round_s, reserved_s)
+                or _is_spent(context, round_s + beside_s, reserved_s)
             ):
                 break
             if not _replay_round(runner, plan, rounds + 1, inside, reserved_s, observe):
@@ -255,7 +256,8 @@ def race(
             rounds += 1
             evidence.learn()
             draws = evidence.draws(FEW_DRAWS)
-            late = max(1.0, (before_s - context.left_s) / max(round_s, 1e-9))
+            # What is learnt of a round takes its time too, however short the replays are.
+            beside_s = max(0.0, before_s - context.left_s - round_s)
             context.listener.note(_so_far(draws, current, confidence, rounds))
         if context.is_shared:
             context.journal.withdraw(Phase.RACE)

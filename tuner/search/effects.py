@@ -17,6 +17,7 @@ from typing import Self
 
 import numpy as np
 
+from tuner.search.judging import COST, SLO
 from tuner.stats import Floats
 
 # How many replays' worth the assumed noise and spread count for: ours.
@@ -123,3 +124,45 @@ class Effects:
         left = np.maximum(before - (moves**2).sum(axis=1), 0.0)
         shares: Floats = np.sqrt(left / np.maximum(before, 1e-30))
         return moves, shares
+
+
+# By how much a replay differs from the simulation of the same requests at its own speed, from
+# setting to setting and from replay to replay, before any was compared: ours. Identical live
+# replays, each freed of its own speed, differ by 1.0 to 1.4 % in their tails.
+UNEXPLAINED = Spreads(effect=0.01, mood=0.0, noise=0.02, learns_effect=True)
+
+Off = tuple[int, float]
+"""The number of a setting, and how far off a replay of it was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unexplained:
+    """What live replays show to be off beyond their own speed, in logarithms, by setting.
+
+    Of what is optimised, and of the tightest SLO, which has little to do with that: TTFT is off
+    where a tail of E2E is not. Utilisation is hardly off at all.
+    """
+
+    cost: Effects
+    slo: Effects
+
+    @classmethod
+    def of(cls, settings: int, cost: Sequence[Off] = (), slo: Sequence[Off] = ()) -> Self:
+        """Return what replays show, each the number of its setting and how far it is off."""
+        found = (
+            Effects.of(settings, [(0, setting, off) for setting, off in seen], UNEXPLAINED)
+            for seen in (cost, slo)
+        )
+        return cls(*found)
+
+    def among(self, settings: Sequence[int]) -> Self:
+        """Return what is off of some of the settings alone."""
+        return type(self)(self.cost.among(settings), self.slo.among(settings))
+
+    @property
+    def means(self) -> Floats:
+        """How many times as much as predicted it is. Shapes: [settings, 3]."""
+        logs = np.zeros((self.cost.mean.size, 3))
+        logs[:, COST], logs[:, SLO] = self.cost.mean, self.slo.mean
+        found: Floats = np.exp(logs)
+        return found

@@ -14,7 +14,7 @@ from tuner.run.calibrate import Blocks, replay_longer
 from tuner.run.cold import start_all
 from tuner.run.context import WINDOW, RunContext, Workload
 from tuner.run.directory import PROFILE_FILE
-from tuner.run.drawing import Deployed, Unexplained, contend, predict_deployed
+from tuner.run.drawing import Deployed, contend, predict_deployed
 from tuner.run.evidence import KV_FULL_RATIO
 from tuner.run.options import Method
 from tuner.run.predict import (
@@ -38,6 +38,7 @@ from tuner.run.time_plan import (
 )
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.budget import LIFETIMES, Aim, window_text
+from tuner.search.effects import Unexplained
 from tuner.search.objective import Objective, Tier
 from tuner.search.race import RaceDecision
 from tuner.search.trials import Phase, leader
