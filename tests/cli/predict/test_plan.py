@@ -97,6 +97,9 @@ def test_loads_are_told_as_multiples_of_the_recorded_one_also_of_traffic_at_anot
     told = capfd.readouterr()
     assert told.out.splitlines()[-1].split()[0] == "2x"
     assert "load 2 x: best" in told.err
+    # Where none is good enough nobody is called the best.
+    assert run([*asked, "--loads", "1", "--slo", "ttft_p90=0.01ms"]) == 0
+    assert "load 1 x: no setting meets the SLOs, nearest " in capfd.readouterr().err
 
 
 def test_where_settings_cannot_be_compared_the_cause_is_told(

@@ -233,8 +233,9 @@ def predict_surface(
         except NoFeasibleConfigError as error:
             raise _undecided(compared, load * base) from error
         turned = advise(predictor, compared, decision.best, space, knobs)
-        found_at.append(AtLoad(load * base, decision, compared, turned))
-        note(f"load {load * base:g} x: best {decision.best}")
+        found_at.append(at := AtLoad(load * base, decision, compared, turned))
+        head = "no setting meets the SLOs, nearest" if at.is_hopeless else "best"
+        note(f"load {at.load:g} x: {head} {decision.best}")
     return Surface(space.current, predictor.error, predictor.doubt, tuple(found_at))
 
 
