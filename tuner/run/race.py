@@ -250,7 +250,7 @@ def race(
                 or _is_spent(context, round_s + beside_s, reserved_s)
             ):
                 break
-            if not _replay_round(runner, plan, rounds + 1, inside, reserved_s, observe):
+            if not _replay_round(runner, evidence, rounds + 1, inside, reserved_s, observe):
                 context.caveats.add(Caveat.BUDGET_SPENT)
                 break
             rounds += 1
@@ -402,16 +402,21 @@ def _so_far(draws: Draws, current: EngineLimits, confidence: float, number: int)
 
 def _replay_round(
     runner: TrialRunner,
-    plan: RacePlan,
+    evidence: Evidence,
     number: int,
     inside: Sequence[EngineLimits],
     reserved_s: float,
     observe: Observe | None,
 ) -> bool:
-    """Replay what is missing of a round; tell whether there was time for all of it."""
-    context = runner.context
+    """Replay what is missing of a round; tell whether there was time for all of it.
+
+    What a worker has made of it counts, though it was offered when others were inside.
+    """
+    context, plan, least = runner.context, evidence.plan, evidence.least_in_a_round
     while True:
         runs = context.journal.race_runs()
+        if context.is_shared and number > 1 and _is_made(runs, number, least):
+            return True
         missing = missing_in(runs, number, inside, context.attempt)
         if not missing:
             return True

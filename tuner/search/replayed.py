@@ -31,13 +31,14 @@ def draws_of_replays(
 
     A setting that failed once is taken to fail, and one that lost so many requests that an
     SLO, or what is optimised, once had no end is taken to have none. One that was not
-    replayed beside another in a round may be anything.
+    replayed beside another in a round may be anything. What a setting showed before it failed
+    still tells of the rounds in which others were beside it.
     """
     failed = {run.limits for run in runs if run.score.tier is Tier.FAILED}
     mine = compared([run for run in runs if run.limits in settings])
     good = [run for run in mine if run.limits not in failed]
     metric = _own_metric(good)
-    drawn = partial(_drawn_live, settings, good, draws)
+    drawn = partial(_drawn_live, settings, mine, draws)
     values, told = drawn(LIVE_SPREADS, lambda score: score.value_of(metric))
     endless = failed | _endless(good, metric)
     values[:, [limits in endless for limits in settings]] = math.inf
