@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Timer
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from tuner.replay.loop import ReplayLog
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import CutRule
 from tuner.run.context import Workload
+from tuner.run.journal import Journal, Round
 from tuner.run.live_search import LiveEvidence
 from tuner.run.predict import Foretold, at_own_speed, predict
 from tuner.run.race import PredictedEvidence, race
@@ -175,6 +177,36 @@ def test_a_race_ends_where_no_round_would_tell_and_while_the_cold_engines_still_
     assert made <= {BETTER, near} or not tells
     assert (found.verdict, found.rounds) == (RaceVerdict.CHANGE, rounds)
     assert run.context.caveats == set()
+
+
+def test_a_round_that_a_worker_made_of_others_is_not_made_again(tmp_path: Path) -> None:
+    """It was offered while others were inside; part of it anew would be paired with nothing."""
+    with a_run(tmp_path, TRACE, a_space(CURRENT), CROWDED_TOY, is_shared=True) as run:
+        near = EngineLimits(BETTER.max_num_seqs + 1, 2048)
+        plan = run.plan(BETTER, near, CURRENT)
+        worker = Journal(run.context.run_dir.storage_url, "study", join=True)
+
+        class Joined(OpenEvidence):
+            def learn(self) -> None:
+                if run.context.journal.rounds(Phase.RACE):
+                    return
+                run.context.journal.offer([Round(Phase.RACE, 2, (BETTER, CURRENT), (9.0, 9.0))])
+                claimed = worker.claim(Phase.RACE)
+                assert claimed is not None
+                made = [t for t in run.context.journal.records() if t.race_round == 1]
+                again = [
+                    (replace(t, race_round=2, attempt="worker"), dict[str, float]())
+                    for t in made
+                    if t.limits in {BETTER, CURRENT}
+                ]
+                Timer(1.0, worker.finish_round, [claimed[0], again]).start()
+
+        race(run.runner, Joined(plan, 1, tells=True))
+        made = [(r.round, r.limits, r.attempt) for r in run.context.journal.race_runs()]
+        worker.close()
+    second = {(limits, attempt) for number, limits, attempt in made if number == 2}
+    assert second == {(BETTER, "worker"), (CURRENT, "worker")}
+    assert max(number for number, *_ in made) == MAX_ROUNDS
 
 
 def test_no_round_begins_that_would_not_end_before_the_cold_engines_have_to(

@@ -237,6 +237,28 @@ def replays(limits: EngineLimits, *scores: Score) -> list[RaceRun]:
     return [RaceRun(limits, number, one) for number, one in enumerate(scores, 1)]
 
 
+@given(st.integers(0, 50))
+def test_one_that_fails_in_the_end_still_tells_of_the_rounds_it_was_in(seed: int) -> None:
+    """Else who raced beside it alone would be as unknown as before it was replayed."""
+    rng = np.random.default_rng(seed)
+    moods = np.exp(rng.normal(0.0, 0.05, 6))
+
+    def of(limits: EngineLimits, value: float, *rounds: int) -> list[RaceRun]:
+        near = np.exp(rng.normal(0.0, 0.002, len(moods)))
+        return [RaceRun(limits, n, score(value * moods[n - 1] * near[n - 1])) for n in rounds]
+
+    runs = [
+        *of(CURRENT, 2.0, 1, 2, 3),
+        *of(OTHER, 1.85, 4, 5, 6),
+        *of(THIRD, 1.9, *range(1, 6)),
+        RaceRun(THIRD, 6, FAILED),
+        RaceRun(CURRENT, 6, score(2.0 * moods[5])),
+    ]
+    found = draws_of_replays([OTHER, CURRENT, THIRD], runs, DRAWS).decide(CURRENT)
+    assert (found.verdict, found.winner) == (RaceVerdict.CHANGE, OTHER)
+    assert THIRD not in found.tied
+
+
 @pytest.mark.parametrize("tail", [math.inf, 1.0])
 @given(used=st.floats(0.05, 0.9), rounds=st.integers(1, 4), often=st.integers(1, 4))
 def test_who_loses_requests_live_surely_breaks_the_slo_that_has_no_end(

@@ -161,6 +161,8 @@ def a_run(
     slos: tuple[Slo, ...] = (),
     budget_s: float = 300.0,
     objective: Objective = Objective.BALANCED,
+    *,
+    is_shared: bool = False,
 ) -> Iterator[ToyRun]:
     """Yield a run in progress on a toy that replays the whole trace; nothing is measured."""
     run_dir = RunDir(folder / "run", resume=False)
@@ -179,6 +181,7 @@ def a_run(
                 run_dir,
                 Heard(),
                 a_record(trace.sha256),
+                is_shared,
             )
             workload = Workload.of(WINDOW, trace, (whole(trace),), aim)
             yield ToyRun(TrialRunner(context, engine), workload)
