@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 import numpy as np
-import numpy.typing as npt
 
 from tuner.errors import UsageError
 from tuner.stats import Ints
@@ -24,7 +23,6 @@ from tuner.traffic.traces import Trace
 SPECIAL_IDS = range(10)
 """Ours: padding, start, end and unknown are among the first ten ids of many vocabularies."""
 
-_Words = npt.NDArray[np.uint64]
 _BLOCK_DOMAIN, _TAIL_DOMAIN, _ANSWER_DOMAIN = 1, 2, 3
 
 
