@@ -123,7 +123,7 @@ def resumed(ctx: click.Context) -> TuningOptions:
     stored = read_record(path).options
     given = {field: typed[name] for name, field in _RETYPED.items() if name in typed}
     given["engine_args"] = parse_engine_args(typed.get("engine_args", ()))
-    return stored.restored(path, {**given, "notes": stored.notes | _notes(typed)})
+    return stored.restored(path, {**given, "notes": {**stored.notes, **_notes(typed)}})
 
 
 def with_tuning(params: Params) -> dict[str, Any]:

@@ -91,7 +91,38 @@ class TraceReading:
 
 
 @dataclass(frozen=True, slots=True)
-class TuningOptions(ReplaySettings):
+class RunOptions(ReplaySettings):
+    """What a run can be asked for, and its directory keeps; `TuningOptions` says what it means.
+
+    `trace` is None where the directory cannot keep it.
+    """
+
+    trace: Trace | str | Path | Sequence[str | Path] | None
+    config: str | Path | Mapping[str, object] | None = None
+    model: str | None = None
+    engine_args: Mapping[str, object] = field(default_factory=dict)
+    slos: Sequence[Slo] = ()
+    objective: Objective = Objective.BALANCED
+    budget_s: float = DEFAULT_BUDGET_S
+    window: WindowChoice | Window | str | None = None
+    load: float = 1.0
+    confidence: float = CONFIDENCE
+    ladder: Sequence[int] = DEFAULT_LADDER
+    knobs: Sequence[str] = ()
+    variants: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    gpu_hour_price: float | None = None
+    start: str | None = None
+    method: Method = Method.AUTO
+    profile: Profile | str | Path | None = None
+    is_forced: bool = False
+    storage: str | None = None
+    seed: int = 0
+    reading: TraceReading = field(default_factory=TraceReading)
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TuningOptions(RunOptions):
     """Everything that a run can be asked for; the defaults are those of the command `tune`.
 
     `trace` is a trace or the files of one, which are read as `reading` says. `config` is the
@@ -114,29 +145,8 @@ class TuningOptions(ReplaySettings):
     """
 
     trace: Trace | str | Path | Sequence[str | Path]
-    config: str | Path | Mapping[str, object] | None = None
-    model: str | None = None
-    engine_args: Mapping[str, object] = field(default_factory=dict)
-    slos: Sequence[Slo] = ()
-    objective: Objective = Objective.BALANCED
-    budget_s: float = DEFAULT_BUDGET_S
-    window: WindowChoice | Window | str | None = None
-    load: float = 1.0
-    confidence: float = CONFIDENCE
-    ladder: Sequence[int] = DEFAULT_LADDER
-    knobs: Sequence[str] = ()
-    variants: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
-    gpu_hour_price: float | None = None
-    start: str | None = None
-    method: Method = Method.AUTO
-    profile: Profile | str | Path | None = None
-    is_forced: bool = False
-    storage: str | None = None
     run_dir: str | Path | None = None
     is_resumed: bool = False
-    seed: int = 0
-    reading: TraceReading = field(default_factory=TraceReading)
-    notes: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Bring values into one form and refuse what cannot be used."""

@@ -7,6 +7,7 @@ again.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -16,14 +17,12 @@ from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.files import UNREADABLE
 from tuner.redact import REDACTED, redacted
-from tuner.replay.arrivals import ClockKind, Sessions
-from tuner.replay.process import START_TIMEOUT_S
 from tuner.replay.slo import Slo
 from tuner.run.directory import PROFILE_FILE, RUN_FILE
-from tuner.run.options import Method, TraceReading, TuningOptions
-from tuner.search.objective import Objective
+from tuner.run.options import RunOptions, TuningOptions
+from tuner.search.space import DEFAULT_LADDER
 from tuner.shadow.profiles import Profile
-from tuner.traffic.traces import LoadModel, TooLong, Trace
+from tuner.traffic.traces import Trace
 from tuner.traffic.windows import Window, WindowChoice
 
 SCHEMA: Final = 2
@@ -36,7 +35,8 @@ _MAY_DIFFER = {
 moved; that they are the same is checked by their hashes."""
 
 
-class StoredOptions(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True)
+class StoredOptions(RunOptions):
     """The options of a run as its directory keeps them: as data, without secrets.
 
     `trace` are the files of a trace, None where a program gave the trace itself. Secrets, also
@@ -44,35 +44,12 @@ class StoredOptions(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     trace: tuple[str, ...] | None
-    reading: TraceReading
-    config: str | dict[str, Any] | None
-    model: str | None
-    engine_args: dict[str, Any]
-    slos: tuple[Slo, ...]
-    objective: Objective
-    budget_s: float
-    window: WindowChoice | None
-    load: float
-    confidence: float
-    load_model: LoadModel | None
-    concurrency: int | None
-    sessions: Sessions
-    clock: ClockKind
-    request_timeout_s: float | None
-    too_long: TooLong
-    is_greedy: bool = False
-    start_timeout_s: float = START_TIMEOUT_S
-    ladder: tuple[int, ...]
+    config: str | dict[str, Any] | None = None
+    slos: tuple[Slo, ...] = ()
+    window: WindowChoice | None = None
+    ladder: tuple[int, ...] = DEFAULT_LADDER
     knobs: tuple[str, ...] = ()
-    variants: dict[str, dict[str, Any]] = {}
-    gpu_hour_price: float | None = None
-    start: str | None = None
-    method: Method
-    profile: str | None
-    is_forced: bool
-    storage: str | None
-    seed: int
-    notes: dict[str, str]
+    profile: str | None = None
 
     @classmethod
     def of(cls, options: TuningOptions) -> Self:
@@ -95,7 +72,7 @@ class StoredOptions(msgspec.Struct, frozen=True, kw_only=True):
             changed["config"] = redacted(config)
         if isinstance(profile, Profile):
             changed["profile"] = PROFILE_FILE
-        same = {name: getattr(options, name) for name in cls.__struct_fields__}
+        same = {field.name: getattr(options, field.name) for field in fields(cls)}
         return cls(**{**same, **changed})
 
     def restored(self, run_dir: Path, given: dict[str, Any]) -> TuningOptions:
@@ -103,13 +80,13 @@ class StoredOptions(msgspec.Struct, frozen=True, kw_only=True):
 
         Raises: UsageError if the trace or a secret has to be given again.
         """
-        values = {name: getattr(self, name) for name in self.__struct_fields__} | given
+        values = {field.name: getattr(self, field.name) for field in fields(self)} | given
         if values["trace"] is None:
             raise UsageError(
                 f"{run_dir} was begun by a Python program, which gave the trace itself",
                 "name its file with --trace, or go on in the program with is_resumed=True",
             )
-        values["engine_args"] = self.engine_args | given.get("engine_args", {})
+        values["engine_args"] = {**self.engine_args, **given.get("engine_args", {})}
         hidden = {f"--engine-arg {name}": text for name, text in values["engine_args"].items()}
         if isinstance(values["config"], dict):
             hidden["--config"] = values["config"]
@@ -125,7 +102,7 @@ class StoredOptions(msgspec.Struct, frozen=True, kw_only=True):
     def without_secrets(self) -> Self:
         """Return the options of a worker: its engine serves nobody and needs no api-key."""
         config = self.config
-        return msgspec.structs.replace(
+        return replace(
             self,
             engine_args=_shown(self.engine_args),
             variants={},
