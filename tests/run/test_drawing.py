@@ -23,9 +23,9 @@ from tuner.run.drawing import (
     contend,
     decide,
     draw,
-    draw_capacity,
     predict_deployed,
 )
+from tuner.run.loads.capacity import draw_capacity
 from tuner.run.predict import Predictions, offered_per_s, predict, predict_more
 from tuner.search.budget import Aim
 from tuner.search.effects import Unexplained

@@ -19,20 +19,19 @@ from tuner.errors import EngineError, TooFewSamplesError
 from tuner.replay.loop import ReplayLog
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
-from tuner.replay.runner import MIN_LOAD, Failure, measure_capacity
+from tuner.replay.runner import Failure, measure_capacity
 from tuner.run.context import Workload
 from tuner.run.predict import (
     Predictions,
     at_once,
     predict_more,
-    recorded_per_s,
     scored,
 )
 from tuner.search.effects import UNEXPLAINED, Effects, Unexplained
 from tuner.search.judging import COST, SLO
 from tuner.search.ladder import FINALISTS, alike
 from tuner.search.objective import WORST_SLACK, Objective, Score
-from tuner.search.posterior import CONTENDS, Draws, Learnable, drawn_of, wider_for
+from tuner.search.posterior import CONTENDS, Draws, Learnable, drawn_of
 from tuner.search.race import CONFIDENCE, Odds, RaceDecision
 from tuner.search.space import SearchSpace
 from tuner.search.trials import Observation, leader
@@ -48,9 +47,6 @@ from tuner.traffic.traces import LoadModel, Trace
 # Draws: ours; a probability of 0.9 is then itself off by 2 %, and by 4 % where there are many
 # decisions to make. Of a capacity, for which each draw takes a dozen replays, fewer.
 DRAWS, FEW_DRAWS, CAPACITY_DRAWS = 200, 50, 24
-# Between the outer quantiles of so few capacities lie five draws in six: so much further apart
-# lie nine in ten of normal ones, and those further out are as far out as one stray draw.
-FEW_WIDER = 1.2
 # Each model that is drawn counts in so many draws, with what is unexplained of each its own:
 # ours. Models are spread evenly over what is open of them, so that half as many say as much as
 # one for each draw (tests/test_stats.py).
@@ -256,37 +252,6 @@ def compare_engines(
     return ours.times(np.exp(off[:, 0] - off[:, 1])).against(theirs, confidence)
 
 
-def draw_capacity(
-    predictor: Predictor,
-    workload: Workload,
-    limits: EngineLimits,
-    told: float,
-    engine: int = 0,
-) -> tuple[float, float] | None:
-    """Return between which loads lies what a setting bears, nine times in ten.
-
-    That is of other traffic of the kind, as long as the recorded, and by models as possible as
-    this one, in multiples of the recorded load; what is `told` of the recorded lies within it.
-    Draws lie around the recorded traffic as that does around what is usual, and so does what
-    is to come: the two lie sqrt 2 times as far apart, and further as few stretches vary too
-    little. Where no other traffic can be drawn it is of models alone. None where vLLM's own
-    scheduler is asked, which takes too long.
-
-    Raises: ShadowError, UsageError.
-    """
-    if predictor.doubt:
-        return None
-    drawing = Drawing(predictor, Predictions(workload), engine)
-    found = drawing.capacities(limits, CAPACITY_DRAWS)
-    if not found:
-        return None
-    stretches, logs = drawing.stretches, np.log(np.maximum(found, MIN_LOAD))
-    times = FEW_WIDER * (math.sqrt(2) * wider_for(stretches) if stretches else 1.0)
-    wide = np.exp(logs.mean() + times * (logs - logs.mean()))
-    low, high = np.quantile(wide, [0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2]).tolist()
-    return min(low, told), max(high, told)
-
-
 def _resamplers(workload: Workload) -> list[Resampler | None]:
     """Return what draws other traffic of each piece, None where it cannot be drawn."""
     if workload.plan.load_model is LoadModel.CLOSED:
@@ -416,27 +381,6 @@ class Drawing:
         """Return draws of other traffic, each with an engine of the setting as it may be."""
         engines = self._engines(limits, -(-count // DRAWS_PER_MODEL))
         return [(self._other_traffic(k), engines[k % len(engines)]) for k in range(count)]
-
-    def capacities(self, limits: EngineLimits, count: int) -> list[float]:
-        """Return how much each draw bears, as a multiple of the recorded load.
-
-        That other traffic comes at another rate by chance is taken out. Where a setting fails,
-        there is none.
-        """
-        pieces, slos = self._workload.pieces, self._workload.slos
-        possible, usual_per_s = self.possible(limits, count), recorded_per_s(pieces)
-
-        def bears(k: int) -> float | None:
-            replays, engine = possible[k]
-            at = partial(replays.measure, engine, limits)
-            found = measure_capacity(at, replays.traffic, self._workload.plan.load, slos)
-            if isinstance(found, Failure):
-                return None
-            rate = recorded_per_s(replays.traffic) / usual_per_s
-            return (found.capacity or 0.0) * rate
-
-        found = at_once(self._predictor, self._workload, bears, range(count))
-        return [load for load in found if load is not None]
 
     def _other_traffic(self, k: int) -> Replays:
         """Return the traffic of a draw."""

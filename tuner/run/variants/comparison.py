@@ -15,8 +15,9 @@ from typing import Any
 from tuner.engine.limits import EngineLimits
 from tuner.replay.metrics import Measurement
 from tuner.run.context import Workload
-from tuner.run.drawing import FEW_DRAWS, compare_engines, draw, draw_capacity
+from tuner.run.drawing import FEW_DRAWS, compare_engines, draw
 from tuner.run.evidence import change_bounds
+from tuner.run.loads.capacity import draw_capacity
 from tuner.run.predict import (
     Predictions,
     capacity_per_s,
