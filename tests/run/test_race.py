@@ -132,7 +132,7 @@ class OpenEvidence(LiveEvidence):
     tells: bool = False
     left: float = math.inf
 
-    def regret_after(self, count: int, more_s: float, confidence: float) -> float:  # noqa: ARG002
+    def regret_after(self, count: int, more_s: float) -> float:  # noqa: ARG002
         """Return what is lost once the engine's speed is known better."""
         return self.left
 

@@ -44,7 +44,7 @@ class LiveEvidence:
         """Return who races."""
         return self.plan.settings
 
-    def regret_after(self, count: int, more_s: float, confidence: float) -> float:  # noqa: ARG002
+    def regret_after(self, count: int, more_s: float) -> float:  # noqa: ARG002
         """Return no end: no model of the engine's speed is learnt."""
         return math.inf
 
@@ -53,12 +53,12 @@ class LiveEvidence:
         runs = self.plan.context.journal.race_runs()
         return draws_of_replays(self.plan.settings, runs, count)
 
-    def inside(self, draws: Draws, confidence: float) -> list[EngineLimits]:
+    def inside(self, draws: Draws) -> list[EngineLimits]:
         """Return everybody at first, and then who may yet be the best."""
         context = self.plan.context
         if not context.journal.race_runs():
             return list(self.plan.settings)
-        return draws.contenders(context.space.current, confidence)
+        return draws.contenders(context.space.current, context.aim.confidence)
 
     def learn(self) -> None:
         """Take in nothing: the journal has it."""

@@ -36,7 +36,6 @@ from tuner.search.judging import COST, SLO, TIE_LOSS
 from tuner.search.objective import Tier, moved, moved_bounds
 from tuner.search.posterior import Draws
 from tuner.search.race import (
-    CONFIDENCE,
     MAX_ROUNDS,
     RaceDecision,
     RaceRun,
@@ -67,7 +66,7 @@ class Evidence(Protocol):
     def min_rounds(self) -> int:
         """How many rounds are replayed at least."""
 
-    def regret_after(self, count: int, more_s: float, confidence: float) -> float:
+    def regret_after(self, count: int, more_s: float) -> float:
         """Return what choosing would lose if the engine's speed was known by so much more time.
 
         As a share of what is optimised, by draws; without end where no model of it is learnt.
@@ -83,7 +82,7 @@ class Evidence(Protocol):
     def draws(self, count: int) -> Draws:
         """Return so many draws of what is known by now. Raises: ShadowError, UsageError."""
 
-    def inside(self, draws: Draws, confidence: float) -> list[EngineLimits]:
+    def inside(self, draws: Draws) -> list[EngineLimits]:
         """Return who replays in the next round."""
 
     def learn(self) -> None:
@@ -110,7 +109,7 @@ class PredictedEvidence:
     least_in_a_round: int = 1
     _off: dict[int, tuple[float, float]] = field(default_factory=dict)
 
-    def regret_after(self, count: int, more_s: float, confidence: float) -> float:
+    def regret_after(self, count: int, more_s: float) -> float:
         """Return what choosing would lose if that much more was replayed."""
         open_now, predictor = self.known.predictor.profile.uncertainty, self.known.predictor
         records = self.plan.context.journal.records()
@@ -121,7 +120,8 @@ class PredictedEvidence:
             return math.inf
         left = replace(predictor.profile, uncertainty=open_now.after(learnt_s, more_s))
         drawn = self._draws_by(predictor.of(left), count)
-        return drawn.regret(self.plan.context.space.current, confidence)
+        context = self.plan.context
+        return drawn.regret(context.space.current, context.aim.confidence)
 
     def settings(self) -> Sequence[EngineLimits]:
         """Return who races, but for those of which nothing could be predicted."""
@@ -204,9 +204,10 @@ class PredictedEvidence:
             if abs(wrong) > DISAGREEMENT * self.known.predictor.wrong_ratio
         )
 
-    def inside(self, draws: Draws, confidence: float) -> list[EngineLimits]:
+    def inside(self, draws: Draws) -> list[EngineLimits]:
         """Return who may yet be the best."""
-        return draws.contenders(self.plan.context.space.current, confidence)
+        context = self.plan.context
+        return draws.contenders(context.space.current, context.aim.confidence)
 
     def learn(self) -> None:
         """Predict anew with what the round's steps have shown."""
@@ -217,10 +218,7 @@ class PredictedEvidence:
 
 
 def race(
-    runner: TrialRunner,
-    evidence: Evidence,
-    observe: Observe | None = None,
-    confidence: float = CONFIDENCE,
+    runner: TrialRunner, evidence: Evidence, observe: Observe | None = None
 ) -> RaceDecision:
     """Replay who may yet be the best, in turns, until it is settled or the time is over.
 
@@ -231,11 +229,12 @@ def race(
     Raises: EngineError when the engine cannot be kept alive; ShadowError, UsageError.
     """
     context, current = runner.context, runner.context.space.current
+    confidence = context.aim.confidence
     reserved_s, rounds, beside_s = reserve_s(runner, evidence.plan), 0, 0.0
     with context.stopwatch.stage("race"):
         draws = evidence.draws(FEW_DRAWS)
         while rounds < MAX_ROUNDS and len(draws.settings) > 1:
-            plan, inside = evidence.plan, evidence.inside(draws, confidence)
+            plan, inside = evidence.plan, evidence.inside(draws)
             if rounds:
                 least = evidence.least_in_a_round
                 if _is_made(context.journal.race_runs(), rounds + 1, least):
@@ -246,7 +245,7 @@ def race(
             round_s, before_s = sum(map(plan.replay_s, inside)), context.left_s
             if rounds >= evidence.min_rounds and (
                 _is_for_the_cold(runner, plan, draws, round_s + beside_s, reserved_s)
-                or _is_enough(evidence, draws, inside, confidence, round_s)
+                or _is_enough(evidence, draws, inside, round_s)
                 or _is_spent(context, round_s + beside_s, reserved_s)
             ):
                 break
@@ -309,18 +308,15 @@ def _is_for_the_cold(
 
 
 def _is_enough(
-    evidence: Evidence,
-    few: Draws,
-    inside: Sequence[EngineLimits],
-    confidence: float,
-    round_s: float,
+    evidence: Evidence, few: Draws, inside: Sequence[EngineLimits], round_s: float
 ) -> bool:
     """Whether it is settled by a few draws, which may be wrong about it, and by many.
 
     Not while who would be recommended was never replayed: a round may have moved all others.
     """
     context = evidence.plan.context
-    current, found = context.space.current, few.decide(context.space.current, confidence)
+    current, confidence = context.space.current, context.aim.confidence
+    found = few.decide(current, confidence)
     raced = {run.limits for run in context.journal.race_runs()}
     if found.winner in set(inside) - raced - {current}:
         return False
@@ -329,7 +325,7 @@ def _is_enough(
         is_settled(
             few if count == FEW_DRAWS else evidence.draws(count),
             *asked,
-            partial(evidence.regret_after, count, round_s, confidence),
+            partial(evidence.regret_after, count, round_s),
         )
         for count in (FEW_DRAWS, DRAWS)
     )

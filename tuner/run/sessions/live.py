@@ -195,8 +195,7 @@ class Session:
         workload = Workload.of(WINDOW, context.trace, windows, context.aim)
         self.search.choose(workload.windows)
         plan = self.search.plan = search_live(runner, workload, observe)
-        confidence = context.aim.confidence
-        decision = race(runner, LiveEvidence(plan), confidence=confidence)
+        decision = race(runner, LiveEvidence(plan))
         profile = self.search.learning.profile_of_search()
         if not has_searched(context):
             decision = replace(decision, why=NOTHING_ELSE)

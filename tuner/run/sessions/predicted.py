@@ -268,7 +268,7 @@ class PredictedSearch:
         observe = self.learning.begun.observe
         self._check_lifetimes(plan)
         evidence = self.evidence = PredictedEvidence(plan, self.known, self._relearned)
-        decision = race(self.runner, evidence, observe, self.context.aim.confidence)
+        decision = race(self.runner, evidence, observe)
         decision = self._with_own_blocks(evidence, decision)
         self.plan = evidence.plan
         self.compared = cross_check(evidence.plan.predicted, self.context.journal.records())
@@ -324,8 +324,7 @@ class PredictedSearch:
         self.foretold = known.more(field)
         evidence.plan, evidence.known = self.plan, self.foretold
         # Who has raced need not race again; who may be the best by these blocks has to.
-        observe = self.learning.begun.observe
-        return race(self.runner, evidence, observe, context.aim.confidence)
+        return race(self.runner, evidence, self.learning.begun.observe)
 
     def _relearned(self) -> tuple[RacePlan, Foretold] | None:
         """Fit anew with every step seen; predict anew, and who may be the best by that.
