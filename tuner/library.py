@@ -21,11 +21,11 @@ from tuner.engine.live import LiveSource
 from tuner.engine.protocol import EngineSource
 from tuner.engine.serve_config import read_config
 from tuner.errors import UsageError
-from tuner.files import log_folder, write_atomic
+from tuner.files import log_folder
 from tuner.replay.loop import ReplayLog
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import EngineProcess
-from tuner.report.page import REPORT_FILE, report_of
+from tuner.report.page import write_report
 from tuner.run.inputs import (
     ReplaySettings,
     configured_engine,
@@ -140,12 +140,7 @@ def tune(
         EngineError when the engine fails; NoFeasibleConfigError when nothing meets the SLOs;
         KeyboardInterrupt.
     """
-    return runs.tune(options, listener, source=source, write_page=_write_page)
-
-
-def _write_page(run_dir: Path) -> None:
-    """Write the run's report.html. Raises: UsageError."""
-    write_atomic(run_dir / REPORT_FILE, report_of(run_dir), secret=False)
+    return runs.tune(options, listener, source=source, write_page=write_report)
 
 
 def render_config(

@@ -13,9 +13,9 @@ import plotly.graph_objects as go
 import pytest
 
 from support.report_parts import EVIL, changed, live_run, read, shadowed_run, write
-from tuner.cli.report import run_report
+from tuner.cli.commands import report
 from tuner.errors import UsageError
-from tuner.report.page import report_of, sections_of
+from tuner.report.page import report_of, sections_of, write_report
 from tuner.report.run_files import read_run
 from tuner.report.summary import headline
 from tuner.run.directory import RESULT_FILE, RUN_FILE, TIMELINES_FILE
@@ -366,7 +366,7 @@ def test_a_damaged_result_is_reported_and_the_last_page_stays(
     target = tmp_path / "report.html"
     target.write_text("the last page")
     with pytest.raises(UsageError, match=shown):
-        run_report(run_dir, target)
+        write_report(run_dir, target)
     assert target.read_text() == "the last page"
 
 
@@ -383,8 +383,9 @@ def test_the_command_writes_beside_the_run_or_where_it_is_reported(
     live: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = changed(live, tmp_path)
-    assert run_report(run_dir, None) == 0
-    assert run_report(run_dir, tmp_path / "r.html") == 0
+    assert report.main([str(run_dir)], standalone_mode=False) == 0
+    typed = [str(run_dir), "-o", str(tmp_path / "r.html")]
+    assert report.main(typed, standalone_mode=False) == 0
     assert (run_dir / "report.html").read_bytes() == (tmp_path / "r.html").read_bytes()
     out, err = capsys.readouterr()
     assert out == ""

@@ -57,9 +57,12 @@ def report(run_dir: str, output: str | None) -> int:
 
     Every run writes its own when it ends; a run that still goes on can be looked at too.
     """
-    from tuner.cli.report import run_report
+    from tuner.cli.console import say
+    from tuner.report.page import write_report
 
-    return run_report(Path(run_dir), path_of("/dev/stdout" if output == "-" else output))
+    target = path_of("/dev/stdout" if output == "-" else output)
+    say(f"report written to {write_report(Path(run_dir), target)}")
+    return 0
 
 
 @command(

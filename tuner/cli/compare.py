@@ -22,7 +22,6 @@ from tuner.cli.inputs import (
     announce,
 )
 from tuner.cli.options import Params, path_of
-from tuner.cli.report import write_report
 from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveSource
 from tuner.engine.protocol import EngineSource
@@ -35,7 +34,7 @@ from tuner.replay.loop import ReplayLog
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import EngineProcess
 from tuner.replay.runner import EngineRunner
-from tuner.report.page import REPORT_FILE
+from tuner.report.page import write_report
 from tuner.report.run_files import read_run
 from tuner.run.directory import COMPARE_FILE
 from tuner.run.inputs import EngineChoice
@@ -341,10 +340,9 @@ def _show(
         name: [{**row.as_json(), **told} for row in rows] for name, rows in rows_of.items()
     }
     if options.run_dir is not None:
-        target, page = options.run_dir / COMPARE_FILE, options.run_dir / REPORT_FILE
+        target = options.run_dir / COMPARE_FILE
         write_atomic(target, json_text(content), secret=False)
-        write_report(options.run_dir, page)
-        say(f"kept in {target}, and shown in {page}")
+        say(f"kept in {target}, and shown in {write_report(options.run_dir)}")
     lines = []
     for name, rows in rows_of.items():
         title = f"{_title(name, options.traffic.load)}, {told['window']}, latencies in ms"

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from tuner.files import write_atomic
 from tuner.report.advice import clients, variants
 from tuner.report.agreement import agreement
 from tuner.report.certainty import certainty
@@ -60,6 +61,16 @@ def report_of(path: Path) -> str:
     made = run.result.provenance
     eyebrow = f"{made.model} · run {run.name} · {made.made_at[:10]}"
     return page_of(sections_of(run), headline(run), eyebrow, run.name)
+
+
+def write_report(run_dir: Path, target: Path | None = None) -> Path:
+    """Write the page of a run, to `target` or else into the run, and return where it is.
+
+    Raises: UsageError.
+    """
+    written = target or run_dir / REPORT_FILE
+    write_atomic(written, report_of(run_dir))
+    return written
 
 
 def page_of(sections: Sequence[Section], headline: str, eyebrow: str, name: str) -> str:

@@ -63,7 +63,7 @@ from tuner.traffic.sketch import TRAFFIC_FILE, sketch_of, write_sketch
 from tuner.traffic.traces import TooLong
 from tuner.traffic.windows import whole
 
-WritePage = Callable[[Path], None]
+WritePage = Callable[[Path], object]
 """Writes the page of the run in a directory. Raises: UsageError."""
 
 # What meets the SLOs at least so probably may yet turn out to: ours.
