@@ -17,13 +17,10 @@ from tuner.cli.options import (
     CONFIG,
     CONTEXT,
     ENGINE_FAILED,
-    FILE,
     GPU_HOUR_PRICE,
     GREEDY,
     JSON,
     KNOBS,
-    LADDER,
-    NAME,
     SHADOW,
     SHADOW_FAILED,
     SLOS,
@@ -45,6 +42,7 @@ from tuner.cli.options import (
 )
 from tuner.cli.predict.commands import calibrate, explain, explore, gate, plan, profile
 from tuner.cli.trace_commands import trace
+from tuner.cli.values import FILE, LADDER, NAME
 from tuner.cli.watch_command import watch
 from tuner.emit.names import Format, PatchKind
 

@@ -10,10 +10,7 @@ import cloup
 from tuner.cli.options import (
     BAD_INPUT,
     CONTEXT,
-    FILE,
-    LOAD,
     LOAD_MEANS,
-    WINDOW,
     command,
     count_option,
     ending,
@@ -22,6 +19,7 @@ from tuner.cli.options import (
     reading_options,
     router_option,
 )
+from tuner.cli.values import FILE, LOAD, WINDOW
 
 if TYPE_CHECKING:
     from tuner.traffic.windows import WindowChoice

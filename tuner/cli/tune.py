@@ -13,7 +13,8 @@ from tuner.cli.console import say
 from tuner.cli.displays import RunDisplay, show_outcome
 from tuner.cli.emit import check_ending, holds_secrets
 from tuner.cli.inputs import EngineOptions, TrafficOptions, check_named, check_output
-from tuner.cli.options import LADDER, SLO, Params, given_in, path_of
+from tuner.cli.options import Params, given_in, path_of
+from tuner.cli.values import LADDER, SLO
 from tuner.emit.names import Format
 from tuner.emit.recommendation import Recommendation, without_lost
 from tuner.emit.registry import checked_writer, emit

@@ -9,8 +9,6 @@ import cloup
 
 from tuner.cli.options import (
     FORCE_PROFILE,
-    LOAD,
-    SHARE,
     TOO_LONG,
     command,
     count_option,
@@ -20,6 +18,7 @@ from tuner.cli.options import (
     retune_options,
     time_option,
 )
+from tuner.cli.values import LOAD, SHARE
 from tuner.emit.names import Format
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from support.shadow_files import a_profile, a_trace_file
 from tuner.cli import run
-from tuner.cli.options import LOADS
+from tuner.cli.values import LOADS
 from tuner.errors import Caveat
 from tuner.shadow.profiles import write_profile
 
