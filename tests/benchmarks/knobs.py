@@ -33,6 +33,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -338,7 +339,8 @@ def started(
         for name, piece in zip(workload.names, workload.pieces, strict=True):
             engine.use(name, piece)
         names, plan = workload.names * replays, workload.plan
-        outcome = engine.measure_cold(names, limits, plan, (), changes=changes)
+        replay = partial(engine.measure, names, limits, plan, ())
+        outcome = engine.measure_cold(limits, replay, changes)
     if not isinstance(outcome, Measurement):
         return Start(math.inf, math.nan)
     cost = scored(workload, outcome).value_in(Tier.GOOD)

@@ -263,15 +263,11 @@ class EngineRunner:
 
     def measure_cold(
         self,
-        names: Sequence[str],
         limits: EngineLimits,
-        plan: ReplayPlan,
-        slos: Sequence[Slo],
-        on_progress: Callable[[Progress], bool] | None = None,
-        on_log: Callable[[ReplayLog], None] | None = None,
+        replay: Callable[[], Measurement | Failure],
         changes: Mapping[str, object] | None = None,
     ) -> Measurement | Failure:
-        """Measure on an engine of its own, started with the limits as it would be deployed.
+        """Replay on an engine of its own, started with the limits as it would be deployed.
 
         It starts once more if it does not start. How many KV-cache blocks such a start has is
         kept in `cold_blocks`, unless the configuration has `changes`.
@@ -284,7 +280,7 @@ class EngineRunner:
         if not changes:
             self.cold_blocks[limits] = started.info.num_blocks
         self.started, before = started, (self.info, self.start_s, self.warm_up_s)
-        outcome = self.measure(names, limits, plan, slos, on_progress, on_log)
+        outcome = replay()
         # The next replay needs an engine that can take any limits again.
         self.started = None
         self.info, self.start_s, self.warm_up_s = before

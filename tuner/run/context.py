@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Self
 from uuid import uuid4
 
@@ -138,7 +139,8 @@ class Workload:
             engine.use(name, piece)
         plan = replace(self.plan, cut=cut, keep_steps=on_log is not None)
         parts = (self.names, limits, plan, self.slos, on_progress, on_log)
-        return engine.measure_cold(*parts, changes) if is_cold else engine.measure(*parts)
+        replay = partial(engine.measure, *parts)
+        return engine.measure_cold(limits, replay, changes) if is_cold else replay()
 
     @property
     def names(self) -> list[str]:
