@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Any, Final, TypeVar
 
 import msgspec
 import yaml
@@ -36,6 +36,8 @@ _RAN_INTO: Final = (
 
 UNREADABLE: Final = (msgspec.MsgspecError, OverflowError, RecursionError, UnicodeError)
 """What msgspec raises for a text that it cannot decode, or not as what it was to be."""
+
+_T = TypeVar("_T")
 
 MAX_REFERRED: Final = 10_000
 """Ours: many times what people repeat by a reference; each line may stand for ten times the one
@@ -69,6 +71,17 @@ class ExpectedText:
             return path.read_bytes() == self.text.encode()
         except OSError:
             return False
+
+
+def read_json(path: Path, kind: type[_T], hint: str) -> _T:
+    """Return a JSON file's content.
+
+    Raises: UsageError, with the hint, if the file is missing or damaged.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, *UNREADABLE) as error:
+        raise UsageError(f"{path} cannot be read: {error}", hint) from error
 
 
 def write_atomic(

@@ -11,6 +11,7 @@ import pytest
 
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
+from tuner.files import read_json
 from tuner.run.directory import RunDir, new_run_path
 from tuner.run.journal import Journal
 
@@ -31,7 +32,7 @@ def test_a_new_run_never_takes_the_place_of_an_old_one(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="holds a run already"):
         RunDir(tmp_path / "run", resume=False)
     again = RunDir(tmp_path / "run", resume=True)
-    assert again.read_json("run.json", dict[str, int]) == {"a": 1}
+    assert read_json(again.path / "run.json", dict[str, int], "") == {"a": 1}
     again.close()
 
 
@@ -72,19 +73,17 @@ def test_a_full_disk_leaves_the_last_state_whole(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "--resume" in caught.value.hint
-    assert run_dir.read_json("result.json", dict[str, Any]) == {"state": "good"}
+    assert read_json(run_dir.path / "result.json", dict[str, Any], "") == {"state": "good"}
     assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "result.json"]
     run_dir.close()
 
 
 def test_a_file_that_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path, resume=False)
     with pytest.raises(UsageError, match=r"run\.json cannot be read"):
-        run_dir.read_json("run.json", dict[str, Any])
+        read_json(tmp_path / "run.json", dict[str, Any], "")
     (tmp_path / "run.json").write_text("[1]")
     with pytest.raises(UsageError, match=r"run\.json cannot be read"):
-        run_dir.read_json("run.json", dict[str, Any])
-    run_dir.close()
+        read_json(tmp_path / "run.json", dict[str, Any], "")
 
 
 @pytest.mark.parametrize("name", ["what?1", "50%20x", "a#b", "{x}", "é ü", "a&b=c"])

@@ -17,7 +17,7 @@ import msgspec
 
 from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat, UsageError
-from tuner.files import UNREADABLE
+from tuner.files import read_json
 from tuner.replay.series import ReplayTimelines, SavedTimelines
 from tuner.report.words import percent
 from tuner.run.directory import COMPARE_FILE, RUN_FILE, TIMELINES_FILE
@@ -92,28 +92,20 @@ def read_run(path: Path) -> RunFiles:
             f"{path} is not a run directory", "name one, as runs/2026-11-20T14-03-00"
         )
     result = read_result(path)
-    run = _read(path / RUN_FILE, _Run) if (path / RUN_FILE).is_file() else _Run()
-    saved, compared = path / TIMELINES_FILE, path / COMPARE_FILE
+    run = _read(path / RUN_FILE, _Run, _Run())
     return RunFiles(
         # A folder that the path leads to may have a name that is no text.
         name=os.fsencode(path.resolve().name).decode(errors="replace"),
         result=result,
-        timelines=_read(saved, SavedTimelines).replays if saved.is_file() else (),
+        timelines=_read(path / TIMELINES_FILE, SavedTimelines, SavedTimelines()).replays,
         predicted_same_requests=bool(run.windows) and run.windows == run.predicted_windows,
-        strategies=_read(compared, dict[str, list[SavedStrategy]])
-        if compared.is_file()
-        else {},
+        strategies=_read(path / COMPARE_FILE, dict[str, list[SavedStrategy]], {}),
     )
 
 
-def _read(path: Path, kind: type[T]) -> T:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, *UNREADABLE) as error:
-        raise UsageError(
-            f"{path} cannot be read: {error}",
-            "the file is damaged, or another version wrote it",
-        ) from error
+def _read(path: Path, kind: type[T], missing: T) -> T:
+    hint = "the file is damaged, or another version wrote it"
+    return read_json(path, kind, hint) if path.is_file() else missing
 
 
 def live_trials(result: RunResult) -> list[Trial]:

@@ -14,6 +14,7 @@ import msgspec
 
 from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat
+from tuner.files import read_json
 from tuner.replay.loop import Progress, ReplayLog
 from tuner.replay.metrics import Measurement
 from tuner.replay.plan import CutRule, ReplayPlan
@@ -208,9 +209,9 @@ class RunContext:
         self, limits: EngineLimits, engine: str, windows: Sequence[TimelineRecord]
     ) -> None:
         """Put on disk what a replay looked like over time, window by window."""
-        held = SavedTimelines()
-        if (self.run_dir.path / TIMELINES_FILE).exists():
-            held = self.run_dir.read_json(TIMELINES_FILE, SavedTimelines)
+        held, path = SavedTimelines(), self.run_dir.path / TIMELINES_FILE
+        if path.exists():
+            held = read_json(path, SavedTimelines, "the run cannot be resumed; start a new one")
         added = ReplayTimelines(
             engine, limits.max_num_seqs, limits.max_num_batched_tokens, list(windows)
         )

@@ -16,16 +16,13 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
 from urllib.parse import quote
 
 import msgspec
 
 from tuner.errors import UsageError
-from tuner.files import UNREADABLE, lock, write_atomic
+from tuner.files import lock, write_atomic
 from tuner.redact import redacted_content
-
-T = TypeVar("T")
 
 COMPARE_FILE = "compare.json"
 """The name under which a comparison is kept in a run directory."""
@@ -158,16 +155,6 @@ class RunDir:
             raise UsageError(
                 f"{path} cannot be written: {error.strerror or error}",
                 f"free space and go on with --resume {self.path}",
-            ) from error
-
-    def read_json(self, name: str, kind: type[T]) -> T:
-        """Return a JSON file's content. Raises: UsageError if it is missing or damaged."""
-        path = self.path / name
-        try:
-            return msgspec.json.decode(path.read_bytes(), type=kind)
-        except (OSError, *UNREADABLE) as error:
-            raise UsageError(
-                f"{path} cannot be read: {error}", "the run cannot be resumed; start a new one"
             ) from error
 
     def _replace(self, name: str, content: bytes) -> None:
