@@ -97,7 +97,7 @@ def retune_on(
     current: EngineLimits | None,
     config: Config,
     options: RetuneOptions,
-    note: Callable[[str], None] = lambda _: None,
+    note: Callable[[str], None],
 ) -> Ready:
     """Return what the baseline's profile can predict of this traffic.
 

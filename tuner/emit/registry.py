@@ -122,7 +122,7 @@ def emit_patch(
     chosen: Format,
     rec: Recommendation,
     names: Names,
-    kind: PatchKind = PatchKind.OBJECT,
+    kind: PatchKind,
 ) -> Patched:
     """Return the change of the object in a file, as a patch or a Kustomize component.
 

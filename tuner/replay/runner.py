@@ -34,7 +34,7 @@ LARGEST_LOAD = 64.0
 MIN_LOAD = 1 / 64
 
 
-def loads_to_try(start: float = 1.0) -> Generator[float, bool, float | None]:
+def loads_to_try(start: float) -> Generator[float, bool, float | None]:
     """Yield loads, take whether the SLOs held at each, and return the largest that is borne.
 
     None where they did not hold at the least. Doubles or halves from the start until the edge

@@ -302,7 +302,7 @@ class Journal:
     def finish_round(
         self,
         number: int,
-        replays: Sequence[Recorded] = (),
+        replays: Sequence[Recorded],
         more: Mapping[str, Any] | None = None,
     ) -> bool:
         """Keep a claimed round's replays, and `more` beside it; tell whether they count.

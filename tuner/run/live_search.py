@@ -69,9 +69,7 @@ def searched(context: RunContext) -> list[Observation]:
     return [o for o in context.journal.observations() if o.phase.is_search]
 
 
-def search_live(
-    runner: TrialRunner, workload: Workload, observe: Observe | None = None
-) -> RacePlan:
+def search_live(runner: TrialRunner, workload: Workload, observe: Observe | None) -> RacePlan:
     """Measure what the search proposes until it is done or its time is over; return who races.
 
     `observe` receives every replay's log with all its steps.

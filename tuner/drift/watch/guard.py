@@ -128,7 +128,7 @@ class Guard:
         handed_s: float,
         old: EngineLimits,
         new: EngineLimits,
-        restarted: Sequence[str] = (),
+        restarted: Sequence[str],
     ) -> GuardDecision:
         """Return the verdict on a change after which these engines have restarted already.
 

@@ -62,7 +62,7 @@ class Shown:
         return cls(own_sizes(config, limits, asked), limits.max_num_seqs)
 
     def of_captured(
-        self, captured: Iterable[int], query_tokens: int = 1, *, is_of_decodes: bool = False
+        self, captured: Iterable[int], query_tokens: int, *, is_of_decodes: bool = False
     ) -> frozenset[int]:
         """Return which of a runner's graphs stand in for those of an engine of its own.
 

@@ -39,7 +39,7 @@ def wall_clock_fault(name: str, text: str) -> str | None:
     return None
 
 
-def nanoseconds(column: pl.Expr, example: str | None = None) -> pl.Expr:
+def nanoseconds(column: pl.Expr, example: str | None) -> pl.Expr:
     """Return nanoseconds since 1970 of a text column, null where a clock is wrong.
 
     Given an example only its spelling is understood, which is several times as fast.
