@@ -23,7 +23,7 @@ LIMITS = EngineLimits(8, 512)
 TRAFFIC = steady(120, per_s=60.0, prompt=300, output=40)
 LOG = replay_toy(TRAFFIC, LIMITS, plan=ReplayPlan(keep_steps=True))
 STEPS = kept(LOG)
-CALM = MoodSpreads(segment=0.01, grows=0.01, span=0.005, like_steps=0.01)
+CALM = MoodSpreads(segment=0.01, grows=0.01, slow=0.005, like_steps=0.01)
 
 
 def batches(seqs: int, prefill: int, steps: int = 20) -> StepColumns:

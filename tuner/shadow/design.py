@@ -189,7 +189,7 @@ def choose(
 
 def _errors(block: Visited, mood: MoodSpreads) -> Floats:
     """Return the covariance of what a block's kinds of batches are measured off by."""
-    common = mood.segment**2 + mood.span**2
+    common = mood.segment**2 + mood.slow**2
     errors = common + mood.grows**2 * np.outer(block.grows, block.grows)
     found: Floats = errors + (mood.like_steps**2 + 1e-8) * np.eye(len(block.grows))
     return found

@@ -7,8 +7,9 @@ All of it is one linear model of logarithms with normal errors, so that its post
 and any number of models can be drawn from it that the measurements leave possible.
 
 Source: linear mixed models, Pinheiro & Bates, Mixed-Effects Models in S and S-PLUS, chapter 2;
-    variances by their marginal posterior mode (type-II maximum likelihood), Rasmussen &
-    Williams, Gaussian Processes for Machine Learning, chapter 5.
+    a mood that wanders as an Ornstein-Uhlenbeck process, and variances by their marginal
+    posterior mode (type-II maximum likelihood), Rasmussen & Williams, Gaussian Processes for
+    Machine Learning, chapters 4 and 5.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from tuner.stats import Floats, lowest, student_quantile
 # Steps that follow each other within so many seconds share the machine's mood: ours, a burst of
 # other work lasts longer. There are no more segments than this: ours, for the time it takes.
 SEGMENT_S, MAX_SEGMENTS = 2.0, 128
-# Replays within so many seconds of each other share a slower mood; it stays much the same for
-# so long, so that few minutes show little of how fast the machine is on other days: ours.
-SPAN_S, MOOD_S = 30.0, 90.0
+# A slower mood stays much the same for so long, so that few minutes show little of how fast the
+# machine is on other days; a span is short beside that: ours.
+MOOD_S, SPAN_S = 90.0, 30.0
 # How far a fitted coefficient may be off, in logarithms: ours. What is off by more shows in the
 # factors. Base and tokens are in every batch; what the others add few batches tell apart.
 PRIOR_TERM, PRIOR_OTHER = 0.1, 0.5
@@ -49,11 +50,14 @@ HOST_APART = 0.2
 # were not counting this much.
 MAX_DIRECTIONS, DIGITS, UNSEEN = 96, 5, 0.03
 # Before anything is measured, the standard deviations of a factor, of the mood of a segment, of
-# its part that grows with the batch, of the mood of a span, and of like steps of a segment;
+# its part that grows with the batch, of the slow mood, and of like steps of a segment;
 # last, over how many doublings of sequences or tokens a factor is much the same. Their medians
 # in logarithms, and by how much each is uncertain: ours.
 _PRIOR_SDS = np.log([0.04, 0.03, 0.02, 0.02, 0.01, 2.0])
 _PRIOR_SPREADS = np.log([3.0, 3.0, 3.0, 3.0, 3.0, 1.5])
+# The place of the slow mood's, and what it may be.
+_SLOW = 3
+_SLOW_SDS = np.geomspace(0.001, 0.3, 18)
 # A segment as far off as nine in ten are not counts less: degrees of freedom of Student's t.
 _FREEDOM = 4.0
 # Standard deviations are learnt from about so many cells, of whole segments: ours, for time.
@@ -149,19 +153,19 @@ def _changed(model: StepModel, terms: Floats, factors: Floats) -> StepModel:
 class MoodSpreads:
     """How far apart like steps are, as standard deviations of logarithms.
 
-    Those of a segment of SEGMENT_S, of its part that grows with the batch, of a span of SPAN_S,
-    and of like steps of a segment.
+    Those of a segment of SEGMENT_S, of its part that grows with the batch, of the slow mood, of
+    which moments are the less alike the further apart they are, and of like steps of a segment.
     """
 
     segment: float
     grows: float
-    span: float
+    slow: float
     like_steps: float
 
     @property
     def between_moments(self) -> float:
         """By how much like steps of large batches differ from one moment to another."""
-        return math.hypot(self.segment, self.grows, self.span)
+        return math.hypot(self.segment, self.grows, self.slow)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,13 +201,12 @@ def learn(
     shape = seen.shape
     made = replace(model, factors=Factors(tuple((1.0,) * shape[1] for _ in range(shape[0]))))
     learnt = _changed(made, moved + terms, factors.reshape(shape))
-    moods = MoodSpreads(*found.sds[1:5])
     uncertainty = replace(
         Uncertainty.of(found.directions(seen.design)),
-        start=math.hypot(START, moods.span * _unseen_moods(len(np.unique(seen.span)))),
+        start=math.hypot(START, found.sds[_SLOW] * math.sqrt(_alike(seen.middles_s).mean())),
     )
     learnt = learnt.scaled(_level(learnt, replays, graphs))
-    return Speed(learnt, uncertainty, moods)
+    return Speed(learnt, uncertainty, MoodSpreads(*found.sds[1:5]))
 
 
 def _unseen_moods(spans: int) -> float:
@@ -325,13 +328,14 @@ class Visited:
 class _Steps:
     """The steps to learn from: those with a batch that the machine did not stretch.
 
-    The table's columns are the seconds, sequences, prefilled tokens, and each term's seconds.
+    The table's columns are the seconds, sequences, prefilled tokens, and each term's seconds;
+    `at_s` is the middle of the segment that a step is of, in what replays took by then.
 
-    Shapes: table is [steps, 3 + TERMS], span and segment, of which each is, [steps].
+    Shapes: table is [steps, 3 + TERMS], at_s and segment are [steps].
     """
 
     table: Floats
-    span: NDArray[np.int64]
+    at_s: Floats
     segment: NDArray[np.int64]
 
     @classmethod
@@ -339,7 +343,7 @@ class _Steps:
         cls, model: StepModel, replays: Sequence[StepColumns], graphs: Sequence[Graphs]
     ) -> Self:
         """Return the steps of all replays, their terms as the model has them."""
-        tables, of_span, of_segment, segments, before_s = [], [], [], 0, 0.0
+        tables, at_s, of_segment, segments, before_s = [], [], [], 0, 0.0
         total_s = sum(float(columns.duration_s.sum()) for columns in replays)
         length_s = max(SEGMENT_S, total_s / MAX_SEGMENTS)
         for columns, ran_with in zip(replays, graphs, strict=True):
@@ -349,9 +353,8 @@ class _Steps:
             table = np.column_stack([each_s, *batch, parts_s])
             kept = table[:, 1:3].sum(axis=1) > 0
             segment = (np.cumsum(columns.duration_s) / length_s).astype(np.int64)
-            span = ((before_s + segment * length_s) / SPAN_S).astype(np.int64)
             tables.append(table[kept])
-            of_span.append(span[kept])
+            at_s.append(before_s + (segment[kept] + 0.5) * length_s)
             of_segment.append(segments + segment[kept])
             segments += int(segment.max(initial=-1)) + 1
             before_s += float(columns.duration_s.sum())
@@ -361,7 +364,7 @@ class _Steps:
         _, kind = np.unique(kinds, axis=0, return_inverse=True)
         predicted_s, alone = steps[:, 3:].sum(axis=1), steps[:, 2] == 0
         kept = undistorted(steps[:, 0], predicted_s, alone, kind.ravel())
-        return cls(steps[kept], np.concatenate(of_span)[kept], np.concatenate(of_segment)[kept])
+        return cls(steps[kept], np.concatenate(at_s)[kept], np.concatenate(of_segment)[kept])
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,13 +383,13 @@ class _Cells:
     step_variance: Floats
     grows: Floats
     segment: NDArray[np.int64]
-    span: NDArray[np.int64]
+    at_s: Floats
     shape: tuple[int, int]
 
     @classmethod
     def of(cls, kept: _Steps, moved: Floats) -> Self:
         """Return the cells of all replays, by the model with its terms moved so far."""
-        steps, span, segment = kept.table.copy(), kept.span, kept.segment
+        steps, segment = kept.table.copy(), kept.segment
         steps[:, 3:] *= np.exp(moved)
         kind = np.column_stack(
             [segment, *(np.round(2 * _doublings(x)) for x in (steps[:, 1], steps[:, 2]))]
@@ -410,15 +413,23 @@ class _Cells:
             variance / n,
             1.0 - shares[:, 0],
             segment[first],
-            span[first],
+            kept.at_s[first],
             shape,
         )
 
-    def part(self, cells: int) -> _Cells:
-        """Return the cells of every second segment, or third, and so on: about so many.
+    @property
+    def by_segment(self) -> list[NDArray[np.int64]]:
+        """The places of each segment's cells."""
+        order = np.argsort(self.segment, kind="stable")
+        return np.split(order, np.flatnonzero(np.diff(self.segment[order])) + 1)
 
-        Of all spans, since how far they are apart is learnt of no more than there are.
-        """
+    @property
+    def middles_s(self) -> Floats:
+        """When each segment was. Shapes: [segments]."""
+        return np.array([self.at_s[rows[0]] for rows in self.by_segment])
+
+    def part(self, cells: int) -> _Cells:
+        """Return the cells of every second segment, or third, and so on: about so many."""
         kept = self.segment % -(-len(self.off) // cells) == 0
         return _Cells(
             self.design[kept],
@@ -426,7 +437,7 @@ class _Cells:
             self.step_variance[kept],
             self.grows[kept],
             self.segment[kept],
-            self.span[kept],
+            self.at_s[kept],
             self.shape,
         )
 
@@ -499,12 +510,21 @@ class _Posterior:
         if moved is not None:
             target -= precision[:, : len(TERMS)] @ moved
         fit = 0.0
-        for rows in _by_span(seen):
+        segments = seen.by_segment
+        told, of_slow = np.zeros((len(segments), len(prior) + 1)), np.zeros(len(segments))
+        for at, rows in enumerate(segments):
             white, log_det = _whitened(seen, rows, sds, weight)
-            design, off = white[:, :-1], white[:, -1]
+            design, off, ones = white[:, :-2], white[:, -2], white[:, -1]
             precision += design.T @ design
             target += design.T @ off
             fit -= 0.5 * (float(off @ off) + log_det)
+            told[at], of_slow[at] = ones @ white[:, :-1], ones @ ones
+        # Less what the slow mood may have made of it, by Woodbury's identity.
+        taken, log_det = _of_slow(seen.middles_s, float(sds[_SLOW]), of_slow)
+        by_segment, of_off = told[:, :-1], told[:, -1]
+        precision -= by_segment.T @ taken @ by_segment
+        target -= by_segment.T @ taken @ of_off
+        fit += 0.5 * (float(of_off @ taken @ of_off) - log_det)
         mean = np.asarray(np.linalg.solve(precision, target), dtype=np.float64)
         fit += 0.5 * float(target @ mean)
         fit -= 0.5 * (np.linalg.slogdet(precision)[1] + np.linalg.slogdet(prior)[1])
@@ -548,26 +568,47 @@ def _prior(shape: tuple[int, int], sd: float, length: float) -> Floats:
     return prior
 
 
-def _by_span(seen: _Cells) -> list[NDArray[np.int64]]:
-    order = np.argsort(seen.span, kind="stable")
-    return np.split(order, np.flatnonzero(np.diff(seen.span[order])) + 1)
+def _alike(at_s: Floats) -> Floats:
+    """Return the correlations of the slow mood between times. Shapes: [times, times].
+
+    It is an Ornstein-Uhlenbeck process of the length MOOD_S.
+    """
+    found: Floats = np.exp(-np.abs(np.subtract.outer(at_s, at_s)) / MOOD_S)
+    return found
+
+
+def _of_slow(at_s: Floats, sd: float, precision: Floats) -> tuple[Floats, float]:
+    """Return what is left open of how the slow mood wandered, and the log variance it adds.
+
+    `precision` is how well it is known at each time without what it is at others. How far its
+    mean in all that was seen is off the mean of all time is the uncertainty of a start.
+
+    Shapes: at_s and precision are [segments], the first of what is returned is
+    [segments, segments].
+    """
+    alike = _alike(at_s)
+    alike = alike - alike.mean(axis=0) - alike.mean(axis=1, keepdims=True) + alike.mean()
+    before = sd**2 * alike
+    mixed = np.eye(len(at_s)) + before * precision
+    found = np.asarray(np.linalg.solve(mixed, before), dtype=np.float64)
+    return found, float(np.linalg.slogdet(mixed)[1])
 
 
 def _whitened(
     seen: _Cells, rows: NDArray[np.int64], sds: Floats, weight: Floats | None
 ) -> tuple[Floats, float]:
-    """Return a span's design and offs with independent errors of 1, and their log variance.
+    """Return a segment's design, offs and ones with errors of 1, and their log variance.
 
-    Shapes: [cells of the span, TERMS + knots + 1].
+    Independent ones, but for the slow mood.
+
+    Shapes: [cells of the segment, TERMS + knots + 2].
     """
-    same = seen.segment[rows][:, None] == seen.segment[rows]
     grows = seen.grows[rows]
     mood = sds[1] ** 2 + sds[2] ** 2 * grows[:, None] * grows
     if weight is not None:
-        mood = mood / weight[seen.segment[rows]][:, None]
-    errors = np.diag(seen.step_variance[rows] + sds[4] ** 2 + 1e-8) + np.where(same, mood, 0.0)
-    root = _root(errors + sds[3] ** 2)
-    table = np.column_stack([seen.design[rows], seen.off[rows]])
+        mood = mood / weight[seen.segment[rows[0]]]
+    root = _root(np.diag(seen.step_variance[rows] + sds[4] ** 2 + 1e-8) + mood)
+    table = np.column_stack([seen.design[rows], seen.off[rows], np.ones(len(rows))])
     white = np.asarray(np.linalg.solve(root, table), dtype=np.float64)
     return white, 2.0 * float(np.log(np.diag(root)).sum())
 
@@ -579,13 +620,13 @@ def _weights_of_segments(seen: _Cells, found: _Posterior) -> Floats:
     """
     sds, weights = np.array(found.sds), np.ones(int(seen.segment.max()) + 1)
     off = seen.off - seen.design @ found.mean
-    for rows in _by_span(seen):
-        own = off[rows] - np.median(off[rows])
-        for segment in np.unique(seen.segment[rows]):
-            mine = own[seen.segment[rows] == segment]
-            spread = sds[1] ** 2 + sds[2] ** 2 + sds[4] ** 2
-            q = float(np.median(mine)) ** 2 / spread
-            weights[segment] = min(1.0, (_FREEDOM + 1.0) / (_FREEDOM + q))
+    spread = sds[1] ** 2 + sds[2] ** 2 + sds[4] ** 2
+    middles = np.array([np.median(off[rows]) for rows in seen.by_segment])
+    at_s = seen.middles_s
+    for rows, middle, now_s in zip(seen.by_segment, middles, at_s, strict=True):
+        near = np.median(middles[np.abs(at_s - now_s) <= SPAN_S / 2])
+        q = float(middle - near) ** 2 / spread
+        weights[seen.segment[rows[0]]] = min(1.0, (_FREEDOM + 1.0) / (_FREEDOM + q))
     return weights
 
 
@@ -598,4 +639,11 @@ def _settled(seen: _Cells) -> Floats:
         return 0.5 * float(prior.sum()) - _Posterior.of(part, log_sds).log_likelihood
 
     steps = np.vstack([_PRIOR_SDS, _PRIOR_SDS + 0.7 * np.eye(len(_PRIOR_SDS))])
-    return lowest(cost, steps, x_apart=0.15, y_apart=0.2, most=150)
+    found = lowest(cost, steps, x_apart=0.15, y_apart=0.2, most=150)
+    # Few minutes hardly show how far the slow mood wanders: so not its most probable size.
+    places = np.tile(found, (len(_SLOW_SDS), 1))
+    places[:, _SLOW] = np.log(_SLOW_SDS)
+    costs = np.array([cost(place) for place in places])
+    odds = np.exp(costs.min() - costs)
+    found[_SLOW] = 0.5 * math.log(float(odds @ np.square(_SLOW_SDS) / odds.sum()))
+    return found
