@@ -203,7 +203,7 @@ def learn(
     learnt = _changed(made, moved + terms, factors.reshape(shape))
     uncertainty = replace(
         Uncertainty.of(found.directions(seen.design)),
-        start=math.hypot(START, found.sds[_SLOW] * math.sqrt(_alike(seen.middles_s).mean())),
+        start=math.hypot(START, found.sds[_SLOW] * math.sqrt(_alike(seen.at_s).mean())),
     )
     learnt = learnt.scaled(_level(learnt, replays, graphs))
     return Speed(learnt, uncertainty, MoodSpreads(*found.sds[1:5]))
@@ -373,9 +373,10 @@ class _Cells:
 
     `design` are the shares of the model's terms and the weights of the factors' knots, `grows`
     the share of a step that grows with the batch, `step_variance` that of one step, over the
-    steps in a cell.
+    steps in a cell; `at_s` is the middle of each segment.
 
-    Shapes: [cells] each, but design, [cells, TERMS + knots]; shape is that of the factors.
+    Shapes: [cells] each, but design, [cells, TERMS + knots], and at_s, [segments]; shape is
+    that of the factors.
     """
 
     design: Floats
@@ -412,34 +413,29 @@ class _Cells:
             off,
             variance / n,
             1.0 - shares[:, 0],
-            segment[first],
-            kept.at_s[first],
+            *_numbered(segment[first], kept.at_s[first]),
             shape,
         )
-
-    @property
-    def by_segment(self) -> list[NDArray[np.int64]]:
-        """The places of each segment's cells."""
-        order = np.argsort(self.segment, kind="stable")
-        return np.split(order, np.flatnonzero(np.diff(self.segment[order])) + 1)
-
-    @property
-    def middles_s(self) -> Floats:
-        """When each segment was. Shapes: [segments]."""
-        return np.array([self.at_s[rows[0]] for rows in self.by_segment])
 
     def part(self, cells: int) -> _Cells:
         """Return the cells of every second segment, or third, and so on: about so many."""
         kept = self.segment % -(-len(self.off) // cells) == 0
+        segment, at_s = _numbered(self.segment[kept], self.at_s[self.segment[kept]])
         return _Cells(
             self.design[kept],
             self.off[kept],
             self.step_variance[kept],
             self.grows[kept],
-            self.segment[kept],
-            self.at_s[kept],
+            segment,
+            at_s,
             self.shape,
         )
+
+
+def _numbered(segment: NDArray[np.int64], at_s: Floats) -> tuple[NDArray[np.int64], Floats]:
+    """Return the numbers of segments without gaps, and when each of them was."""
+    _, first, number = np.unique(segment, return_index=True, return_inverse=True)
+    return number.ravel(), at_s[first]
 
 
 def _doublings(x: Floats) -> Floats:
@@ -509,25 +505,18 @@ class _Posterior:
         precision, target = np.linalg.inv(prior), np.zeros(len(prior))
         if moved is not None:
             target -= precision[:, : len(TERMS)] @ moved
-        fit = 0.0
-        segments = seen.by_segment
-        told, of_slow = np.zeros((len(segments), len(prior) + 1)), np.zeros(len(segments))
-        for at, rows in enumerate(segments):
-            white, log_det = _whitened(seen, rows, sds, weight)
-            design, off, ones = white[:, :-2], white[:, -2], white[:, -1]
-            precision += design.T @ design
-            target += design.T @ off
-            fit -= 0.5 * (float(off @ off) + log_det)
-            told[at], of_slow[at] = ones @ white[:, :-1], ones @ ones
-        # Less what the slow mood may have made of it, by Woodbury's identity.
-        taken, log_det = _of_slow(seen.middles_s, float(sds[_SLOW]), of_slow)
-        by_segment, of_off = told[:, :-1], told[:, -1]
-        precision -= by_segment.T @ taken @ by_segment
-        target -= by_segment.T @ taken @ of_off
-        fit += 0.5 * (float(of_off @ taken @ of_off) - log_det)
+        noise = seen.step_variance + sds[4] ** 2 + 1e-8
+        table = np.column_stack([seen.design, seen.off]) / np.sqrt(noise)[:, None]
+        parts, covariance = _moods(seen, sds, weight)
+        parts = parts / np.sqrt(noise)[:, None]
+        # What the moods may have made of it is taken away by Woodbury's identity.
+        told, mixed = parts.T @ table, np.eye(len(covariance)) + covariance @ (parts.T @ parts)
+        gram = table.T @ table - told.T @ np.linalg.solve(mixed, covariance) @ told
+        precision += gram[:-1, :-1]
+        target += gram[:-1, -1]
         mean = np.asarray(np.linalg.solve(precision, target), dtype=np.float64)
-        fit += 0.5 * float(target @ mean)
-        fit -= 0.5 * (np.linalg.slogdet(precision)[1] + np.linalg.slogdet(prior)[1])
+        log_dets = [float(np.linalg.slogdet(m)[1]) for m in (mixed, precision, prior)]
+        fit = 0.5 * float(target @ mean - gram[-1, -1] - np.log(noise).sum() - sum(log_dets))
         return cls(mean, precision.astype(np.float64), fit, tuple(sds.tolist()))
 
     def directions(self, design: Floats) -> Floats:
@@ -577,40 +566,23 @@ def _alike(at_s: Floats) -> Floats:
     return found
 
 
-def _of_slow(at_s: Floats, sd: float, precision: Floats) -> tuple[Floats, float]:
-    """Return what is left open of how the slow mood wandered, and the log variance it adds.
+def _moods(seen: _Cells, sds: Floats, weight: Floats | None) -> tuple[Floats, Floats]:
+    """Return which moods each cell has a part in, and their covariance.
 
-    `precision` is how well it is known at each time without what it is at others. How far its
-    mean in all that was seen is off the mean of all time is the uncertainty of a start.
+    Those of all segments, and then those of their parts that grow with the batch. How far the
+    slow mood's mean in all that was seen is off that of all time is not in it: that is the
+    uncertainty of a start.
 
-    Shapes: at_s and precision are [segments], the first of what is returned is
-    [segments, segments].
+    Shapes: [cells, 2 x segments], [2 x segments, 2 x segments].
     """
-    alike = _alike(at_s)
+    count, alike = len(seen.at_s), _alike(seen.at_s)
     alike = alike - alike.mean(axis=0) - alike.mean(axis=1, keepdims=True) + alike.mean()
-    before = sd**2 * alike
-    mixed = np.eye(len(at_s)) + before * precision
-    found = np.asarray(np.linalg.solve(mixed, before), dtype=np.float64)
-    return found, float(np.linalg.slogdet(mixed)[1])
-
-
-def _whitened(
-    seen: _Cells, rows: NDArray[np.int64], sds: Floats, weight: Floats | None
-) -> tuple[Floats, float]:
-    """Return a segment's design, offs and ones with errors of 1, and their log variance.
-
-    Independent ones, but for the slow mood.
-
-    Shapes: [cells of the segment, TERMS + knots + 2].
-    """
-    grows = seen.grows[rows]
-    mood = sds[1] ** 2 + sds[2] ** 2 * grows[:, None] * grows
-    if weight is not None:
-        mood = mood / weight[seen.segment[rows[0]]]
-    root = _root(np.diag(seen.step_variance[rows] + sds[4] ** 2 + 1e-8) + mood)
-    table = np.column_stack([seen.design[rows], seen.off[rows], np.ones(len(rows))])
-    white = np.asarray(np.linalg.solve(root, table), dtype=np.float64)
-    return white, 2.0 * float(np.log(np.diag(root)).sum())
+    is_of = (seen.segment[:, None] == np.arange(count)).astype(np.float64)
+    each = np.eye(count) if weight is None else np.diag(1.0 / weight)
+    covariance = np.zeros((2 * count, 2 * count))
+    covariance[:count, :count] = sds[1] ** 2 * each + sds[_SLOW] ** 2 * alike
+    covariance[count:, count:] = sds[2] ** 2 * each
+    return np.hstack([is_of, is_of * seen.grows[:, None]]), covariance
 
 
 def _weights_of_segments(seen: _Cells, found: _Posterior) -> Floats:
@@ -618,16 +590,12 @@ def _weights_of_segments(seen: _Cells, found: _Posterior) -> Floats:
 
     Shapes: [segments].
     """
-    sds, weights = np.array(found.sds), np.ones(int(seen.segment.max()) + 1)
-    off = seen.off - seen.design @ found.mean
-    spread = sds[1] ** 2 + sds[2] ** 2 + sds[4] ** 2
-    middles = np.array([np.median(off[rows]) for rows in seen.by_segment])
-    at_s = seen.middles_s
-    for rows, middle, now_s in zip(seen.by_segment, middles, at_s, strict=True):
-        near = np.median(middles[np.abs(at_s - now_s) <= SPAN_S / 2])
-        q = float(middle - near) ** 2 / spread
-        weights[seen.segment[rows[0]]] = min(1.0, (_FREEDOM + 1.0) / (_FREEDOM + q))
-    return weights
+    off, spread = seen.off - seen.design @ found.mean, sum(found.sds[i] ** 2 for i in (1, 2, 4))
+    middles = np.array([np.median(off[seen.segment == i]) for i in range(len(seen.at_s))])
+    is_near = np.abs(np.subtract.outer(seen.at_s, seen.at_s)) <= SPAN_S / 2
+    usual = np.array([np.median(middles[near]) for near in is_near])
+    q: Floats = np.square(middles - usual) / spread
+    return np.minimum(1.0, (_FREEDOM + 1.0) / (_FREEDOM + q))
 
 
 def _settled(seen: _Cells) -> Floats:
