@@ -138,6 +138,10 @@ class Caveat(StrEnum):
     DRAFTS_ON_RANDOM_TEXT = "drafts_on_random_text"
     ACCEPTANCE_GIVEN = "acceptance_given"
     SHORT_ANSWERS = "short_answers"
+    ADAPTERS_LEFT_OUT = "adapters_left_out"
+    MEDIA_LEFT_OUT = "media_left_out"
+    KV_KEPT_ELSEWHERE = "kv_kept_elsewhere"
+    RANDOM_WEIGHTS = "random_weights"
 
     @property
     def text(self) -> str:
@@ -249,6 +253,22 @@ _CAVEAT_TEXTS: dict[Caveat, str] = {
     Caveat.SHORT_ANSWERS: (
         "answers are short: one that ends by a stop token has an asynchronous engine decode it "
         "once more, in vain; replays end by length, and leave that out"
+    ),
+    Caveat.ADAPTERS_LEFT_OUT: (
+        "the configuration serves LoRA adapters, and all requests were replayed without one: "
+        "steps with adapters take longer, and max-loras makes requests wait"
+    ),
+    Caveat.MEDIA_LEFT_OUT: (
+        "the model takes images, audio or video, and text alone was replayed: where your "
+        "requests hold any, what it takes to encode them is left out"
+    ),
+    Caveat.KV_KEPT_ELSEWHERE: (
+        "a KV connector keeps blocks beyond the engine: a replay finds there what those before "
+        "it left, and nothing of what other engines bring; do not go by these numbers"
+    ),
+    Caveat.RANDOM_WEIGHTS: (
+        "random weights were replayed (load-format dummy), and what is emitted asks for them "
+        "too: take load-format out before it serves"
     ),
     Caveat.COLD_DIFFERS: "engines started cold showed another gain than the race did",
 }

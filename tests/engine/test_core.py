@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import json
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -12,7 +14,10 @@ from support.traffic import a_trace, kept
 from tuner.engine.compat import graphs
 from tuner.engine.demo import demo_engine_args
 from tuner.engine.limits import EngineLimits
+from tuner.engine.live import LiveSource
+from tuner.errors import Caveat
 from tuner.replay.loop import replay
+from tuner.replay.metrics import measure
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.timeline import Outcome
 from tuner.traffic.prompts import PromptSource
@@ -37,6 +42,32 @@ def test_an_engine_is_ended_once_also_when_it_is_collected() -> None:
         del engine
         gc.collect()
     assert len(ended) == 1
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_what_was_offloaded_is_forgotten_and_a_store_of_others_left_alone(
+    tmp_path: Path, *, is_own: bool
+) -> None:
+    """The second replay found every prompt of the first, and took a tenth of its time."""
+    store = {
+        "kv_connector": "OffloadingConnector" if is_own else "ExampleConnector",
+        "kv_connector_module_path": "support.kv_stores" if is_own else None,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "store")},
+    }
+    values = {**demo_engine_args(), "kv-transfer-config": json.dumps(store)}
+    trace = a_trace([0.0, 1.0, 2.0], prompt=256, output=3)
+    engine = start_live(values, CEILING)
+    try:
+        prompts = PromptSource(trace, engine.info.vocab_size)
+        found = [
+            measure([replay(engine, trace, prompts, ReplayPlan())]).prefix_cache_hit_ratio
+            for _ in range(2)
+        ]
+    finally:
+        engine.close()
+    assert found == ([0.0, 0.0] if is_own else [0.0, pytest.approx(0.5)])
+    assert (Caveat.KV_KEPT_ELSEWHERE in LiveSource().facts(values).caveats) is not is_own
 
 
 @pytest.mark.slow

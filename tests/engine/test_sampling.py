@@ -15,7 +15,7 @@ from tuner.engine.compat import serve
 from tuner.engine.demo import DEMO_MODEL_DIR, demo_engine_args
 from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveEngine, LiveSource
-from tuner.errors import Caveat
+from tuner.errors import Caveat, UsageError
 from tuner.traffic.prompts import TokenPrompt
 
 pytestmark = pytest.mark.engine
@@ -91,7 +91,8 @@ def test_the_flags_of_the_server_go_before_the_model(model: Path) -> None:
 
 
 def facts_of(model: Path, **more: object) -> frozenset[Caveat]:
-    return LiveSource().facts({**demo_engine_args(), "model": str(model), **more}).caveats
+    values = {**demo_engine_args(), "load-format": "auto", "model": str(model), **more}
+    return LiveSource().facts(values).caveats
 
 
 def test_random_text_is_a_reason_to_doubt_experts_and_drafts_only(model: Path) -> None:
@@ -119,6 +120,34 @@ def test_a_model_of_experts_gets_a_caveat(tmp_path: Path) -> None:
     shutil.copytree(DEMO_MODEL_DIR, folder)
     (folder / "config.json").write_text(json.dumps(config | experts))
     assert facts_of(folder) == {Caveat.EXPERTS_ON_RANDOM_TEXT}
+
+
+def test_what_is_served_and_not_replayed_is_told(model: Path) -> None:
+    assert facts_of(model, **{"enable-lora": True}) == {Caveat.ADAPTERS_LEFT_OUT}
+    assert facts_of(model, **{"load-format": "dummy"}) == {Caveat.RANDOM_WEIGHTS}
+
+
+@pytest.mark.parametrize(
+    ("said", "is_told"),
+    [
+        ({}, True),
+        ({"limit_per_prompt": {"image": 0}}, False),
+        ({"language_model_only": True}, False),
+    ],
+)
+def test_images_are_not_replayed_which_is_told_where_requests_may_hold_any(
+    said: dict[str, Any], *, is_told: bool
+) -> None:
+    config = serve.resolve_config(serve.parse_serve_values(demo_engine_args()))
+    from vllm.config.multimodal import MultiModalConfig
+
+    config.model_config.multimodal_config = MultiModalConfig(**said)
+    assert (Caveat.MEDIA_LEFT_OUT in serve.config_caveats(config)) is is_told
+
+
+def test_a_model_that_generates_nothing_is_refused(model: Path) -> None:
+    with pytest.raises(UsageError, match=r"answers with no tokens \(runner pooling\)"):
+        facts_of(model, runner="pooling")
 
 
 def test_a_server_takes_the_rest_as_openai_does() -> None:

@@ -169,9 +169,13 @@ class LiveSource:
     is_greedy: bool = False
 
     def facts(self, values: Mapping[str, object]) -> EngineFacts:
-        """Let vLLM resolve the configuration. Raises: UsageError if it refuses it."""
+        """Let vLLM resolve the configuration.
+
+        Raises: UsageError if it refuses it, or the model does not generate text.
+        """
         engine_args = serve.parse_serve_values(values)
         config = serve.resolve_config(engine_args)
+        serve.check_generates(config)
         return EngineFacts(
             current_limits=serve.config_limits(config, engine_args),
             max_model_len=serve.config_max_model_len(config),

@@ -20,6 +20,7 @@ from tuner.engine.compat.serve import (
     device_name,
     first_line,
     greedy_sampling,
+    has_own_kv_store,
     sampling_text,
     server_sampling,
     vllm_version,
@@ -196,8 +197,9 @@ class Core:
             self._show_graphs(limits)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget cached blocks; False if vLLM could not."""
-        return bool(self._engine.reset_prefix_cache())
+        """Forget cached blocks, here and in the engine's own store; False if vLLM could not."""
+        has_store = has_own_kv_store(self._core.vllm_config)
+        return bool(self._engine.reset_prefix_cache(reset_connector=has_store))
 
     def request(
         self, row: int, prompt_token_ids: list[int], output_tokens: int, priority: int = 0

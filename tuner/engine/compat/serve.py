@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
+from tuner.engine.demo import is_demo_model
 from tuner.engine.limits import EngineLimits
 from tuner.engine.serve_config import to_argv
 from tuner.errors import Caveat, EngineError, RefusedConfigError, UsageError
@@ -271,23 +272,76 @@ def config_chunks_prefill(vllm_config: Any) -> bool:
     return bool(vllm_config.scheduler_config.enable_chunked_prefill)
 
 
+def check_generates(vllm_config: Any) -> None:
+    """Refuse a model that does not answer a text token by token. Raises: UsageError."""
+    model = vllm_config.model_config
+    if model.runner_type != "generate":
+        raise UsageError(
+            f"the model answers with no tokens (runner {model.runner_type}), and both limits "
+            "are tuned for those that do",
+            "name a model that generates text, or leave runner and convert out",
+        )
+    if model.is_encoder_decoder:
+        raise UsageError(
+            "the model reads its prompts by an encoder, of which a trace knows nothing",
+            "name a model that generates text from text",
+        )
+
+
 def config_caveats(vllm_config: Any) -> frozenset[Caveat]:
-    """Return what is doubtful of replays here: what depends on the text, or a GPU's clocks.
+    """Return what is doubtful of replays here: what is not as in production, by the options.
 
     Drafts that are accepted at a rate given beforehand depend on that rate, not on the text.
     """
-    found = set()
-    if accelerator_name() is not None:
-        found.add(Caveat.FULL_CLOCKS)
-    if _has_experts(vllm_config.model_config):
-        found.add(Caveat.EXPERTS_ON_RANDOM_TEXT)
-    if getattr(vllm_config.scheduler_config, "async_scheduling", False):
-        found.add(Caveat.SHORT_ANSWERS)
-    drafts = vllm_config.speculative_config
-    if drafts is not None:
-        is_given = getattr(drafts, "rejection_sample_method", "") == "synthetic"
-        found.add(Caveat.ACCEPTANCE_GIVEN if is_given else Caveat.DRAFTS_ON_RANDOM_TEXT)
-    return frozenset(found)
+    model, drafts = vllm_config.model_config, vllm_config.speculative_config
+    is_given = getattr(drafts, "rejection_sample_method", "") == "synthetic"
+    is_dummy = vllm_config.load_config.load_format == "dummy"
+    holds = {
+        Caveat.FULL_CLOCKS: accelerator_name() is not None,
+        Caveat.EXPERTS_ON_RANDOM_TEXT: _has_experts(model),
+        Caveat.SHORT_ANSWERS: getattr(vllm_config.scheduler_config, "async_scheduling", False),
+        Caveat.ACCEPTANCE_GIVEN: is_given,
+        Caveat.DRAFTS_ON_RANDOM_TEXT: drafts is not None and not is_given,
+        Caveat.ADAPTERS_LEFT_OUT: vllm_config.lora_config is not None,
+        Caveat.MEDIA_LEFT_OUT: _takes_media(model),
+        Caveat.KV_KEPT_ELSEWHERE: vllm_config.kv_transfer_config is not None
+        and not has_own_kv_store(vllm_config),
+        Caveat.RANDOM_WEIGHTS: is_dummy and not is_demo_model(model.model),
+    }
+    return frozenset(caveat for caveat, is_so in holds.items() if is_so)
+
+
+def _takes_media(model_config: Any) -> bool:
+    """Whether requests may hold anything but text, by the model and `--limit-mm-per-prompt`."""
+    media = model_config.multimodal_config
+    if media is None or getattr(media, "language_model_only", False):
+        return False
+    allowed = [int(media.get_limit_per_prompt(kind)) for kind in media.limit_per_prompt]
+    return not allowed or any(allowed)
+
+
+# Connectors that offload to this process's memory. Stores of others may be those of production,
+# and are never emptied.
+_OWN_KV_STORES: Final = ("OffloadingConnector", "SimpleCPUOffloadConnector")
+_IN_MEMORY: Final = "CPUOffloadingSpec"
+
+
+def has_own_kv_store(vllm_config: Any) -> bool:
+    """Whether blocks are offloaded to a store of the engine's own that it can empty.
+
+    Source: vllm/distributed/kv_transfer/kv_connector/v1/base.py, reset_cache, of which vLLM
+        0.20's OffloadingConnector has none; vllm/v1/kv_offload/factory.py, spec_name.
+    """
+    kept = vllm_config.kv_transfer_config
+    if getattr(kept, "kv_connector", None) not in _OWN_KV_STORES:
+        return False
+    if kept.kv_connector_extra_config.get("spec_name", _IN_MEMORY) != _IN_MEMORY:
+        return False
+    connectors = "vllm.distributed.kv_transfer.kv_connector"
+    factory: Any = importlib.import_module(f"{connectors}.factory").KVConnectorFactory
+    base: Any = importlib.import_module(f"{connectors}.v1.base").KVConnectorBase_V1
+    chosen = factory.get_connector_class(kept)
+    return getattr(chosen, "reset_cache", None) is not base.reset_cache
 
 
 def _has_experts(model_config: Any) -> bool:
