@@ -99,6 +99,19 @@ def test_every_name_is_there_and_none_is_hidden_by_a_package() -> None:
         _ = tuner.nonsense  # type: ignore[attr-defined]
 
 
+def test_what_is_doubtful_of_an_engine_is_so_of_predictions_from_its_profile(
+    trace: Path, tmp_path: Path
+) -> None:
+    doubtful = frozenset({Caveat.EXPERTS_ON_RANDOM_TEXT})
+    tuner.tune(asked(trace), source=ToySource(CROWDED, caveats=doubtful))
+    learnt = trace.parent / "run/profile.yaml"
+    again = asked(
+        trace, method="shadow", profile=learnt, is_forced=True, run_dir=tmp_path / "predicted"
+    )
+    result = tuner.tune(again)
+    assert doubtful <= {caveat.id for caveat in result.caveats}
+
+
 def test_a_program_tunes_and_sees_what_to_run_with(trace: Path) -> None:
     listener = Told()
     source = ToySource(CROWDED, caveats=frozenset({Caveat.DRAFTS_ON_RANDOM_TEXT}))

@@ -207,8 +207,8 @@ class StatedError:
     def of(cls, profile: Profile, *, is_forced: bool = False) -> StatedError:
         """Return what is said of a profile's predictions, which may be forced on an engine."""
         holds = {Caveat.DERIVED: bool(profile.origin), Caveat.PROFILE_FORCED: is_forced}
-        caveats = tuple(caveat for caveat, applies in holds.items() if applies)
-        return cls(error_ratio(profile), caveats, profile.is_corrected)
+        said = (caveat for caveat, applies in holds.items() if applies)
+        return cls(error_ratio(profile), (*profile.caveats, *said), profile.is_corrected)
 
     @property
     def texts(self) -> dict[Caveat, str]:

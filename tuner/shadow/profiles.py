@@ -25,7 +25,7 @@ from tuner.engine.demo import bundled
 from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import EngineShape, Graphs
 from tuner.engine.steps import StepColumns
-from tuner.errors import UsageError
+from tuner.errors import Caveat, UsageError
 from tuner.files import UNREADABLE, parse_yaml, write_atomic
 from tuner.redact import redacted, redacted_text
 from tuner.shadow.speed import Uncertainty
@@ -107,8 +107,9 @@ class Profile:
     that vLLM's scheduler, None where nobody compared. `origin` says whence the step times are
     where this tool did not measure them on the engine itself. `seen` is how full the batches of
     a recording were that it was learnt from, None of others. `moved_ratio` is how many times as
-    long corrections have made every step in all. `variants` are the profiles of
-    other configurations that were started beside this one, by their names.
+    long corrections have made every step in all. `caveats` are reasons to doubt the replays it
+    was learnt from. `variants` are the profiles of other configurations that were started
+    beside this one, by their names.
 
     Raises: ValueError without a KV start or its blocks, or if made_at is no time in UTC.
     """
@@ -127,6 +128,7 @@ class Profile:
     origin: str = ""
     seen: Seen | None = None
     moved_ratio: float = 1.0
+    caveats: tuple[Caveat, ...] = ()
     variants: Mapping[str, Profile] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -382,6 +384,7 @@ class _File(_Record):
     origin: str = ""
     seen: Seen | None = None
     moved_ratio: Annotated[float, msgspec.Meta(gt=0, le=1.7e308)] = 1.0
+    caveats: tuple[Caveat, ...] = ()
     variants: Mapping[str, _File] = {}
 
 
@@ -395,6 +398,8 @@ def _in_file(profile: Profile) -> dict[str, Any]:
             del one["seen"]
         if one["moved_ratio"] == 1.0:
             del one["moved_ratio"]
+        if not one["caveats"]:
+            del one["caveats"]
     if not profile.variants:
         del plain["variants"]
     return plain
@@ -422,6 +427,7 @@ def _record(profile: Profile) -> _File:
         origin=profile.origin,
         seen=profile.seen,
         moved_ratio=profile.moved_ratio,
+        caveats=profile.caveats,
         variants={name: _record(one) for name, one in profile.variants.items()},
     )
 
@@ -469,6 +475,7 @@ def _from_file(found: _File) -> Profile:
             origin=found.origin,
             seen=found.seen,
             moved_ratio=found.moved_ratio,
+            caveats=found.caveats,
             variants={name: _from_file(one) for name, one in found.variants.items()},
         )
     except ValueError as error:

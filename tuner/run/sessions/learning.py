@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Final
 
 from tuner.engine.limits import EngineLimits
 from tuner.engine.steps import StepColumns
@@ -31,6 +32,13 @@ SET_ASIDE = 0.05
 # How much traffic the simulator is compared with vLLM's scheduler on, in seconds: ours, more
 # than can be asked about in the time.
 COMPARED_S = 600.0
+# What is as doubtful of predictions as it is of the replays that they were learnt from.
+OF_THE_ENGINE: Final = (
+    Caveat.FULL_CLOCKS,
+    Caveat.EXPERTS_ON_RANDOM_TEXT,
+    Caveat.MEDIA_LEFT_OUT,
+    Caveat.RANDOM_WEIGHTS,
+)
 
 
 @dataclass(slots=True)
@@ -89,8 +97,10 @@ class Learning:
         return profile
 
     def keep(self, profile: Profile) -> None:
-        """Put the profile on disk."""
-        write_profile(self.context.run_dir.path / PROFILE_FILE, profile)
+        """Put the profile on disk, with what is doubtful of replays on its engine."""
+        caveats = tuple(one for one in OF_THE_ENGINE if one in self.context.caveats)
+        path = self.context.run_dir.path / PROFILE_FILE
+        write_profile(path, replace(profile, caveats=caveats))
 
     def fitted(
         self, given: Profile | None = None, agreement: Agreement | None = None
