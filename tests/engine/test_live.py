@@ -10,7 +10,8 @@ import pytest
 
 from tuner.engine import live
 from tuner.engine.compat import core
-from tuner.engine.guards import ProgressGuard
+from tuner.engine.guards import STUCK_TURNS, ProgressGuard
+from tuner.errors import EngineError
 
 
 class Clock:
@@ -22,6 +23,10 @@ class Clock:
     def perf_counter(self) -> float:
         """Return the time."""
         return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        """Let time pass."""
+        self.now_s += seconds
 
 
 class PlantedCore:
@@ -111,6 +116,22 @@ def test_what_reading_many_outputs_takes_is_the_devices_time_too(
     engine.step()
     durations_s = [engine.step().duration_s for _ in range(50)]
     assert durations_s == pytest.approx([0.008] * 50)
+
+
+def test_a_request_that_waits_for_blocks_from_elsewhere_has_seconds_for_it(
+    clock: Clock,
+) -> None:
+    """Ten thousand turns, after which an engine counts as stuck, were over in one second."""
+    planted = PlantedCore(clock, 1, batch_s=0.008, reading_s=0.0)
+    engine = an_engine(clock, planted)
+    planted.sent.clear()
+    planted.scheduler.has_unfinished_requests = lambda: True
+    planted.step_fn = lambda: ({}, False)  # type: ignore[method-assign]
+    began_s = clock.now_s
+    waited_s = sum(engine.step().duration_s for _ in range(STUCK_TURNS))
+    assert clock.now_s - began_s >= waited_s > 9.9
+    with pytest.raises(EngineError, match="without scheduling anything"):
+        engine.step()
 
 
 class Workers:

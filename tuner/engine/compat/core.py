@@ -246,11 +246,21 @@ class Core:
         self._launched_at_s, self._waited_s = None, math.inf
         outputs, executed = self._core.step_fn()
         self._core.post_step(executed)
+        if not executed and self._waits(outputs):
+            time.sleep(_WAIT_S)
         ended_s = time.perf_counter()
         done = self._pending.popleft() if outputs is not None and self._pending else None
         if done is not None:
             done.is_late = self._waited_s < NO_WAIT_S
         return Turn(started_s, ended_s, outputs or {}, done, bool(self._pending))
+
+    def _waits(self, outputs: Mapping[int, Any] | None) -> bool:
+        """Whether a turn that scheduled and brought out nothing left requests that wait.
+
+        For blocks of the KV cache from elsewhere, which threads of this process may bring.
+        """
+        brought = any(client.outputs for client in (outputs or {}).values())
+        return not brought and bool(self._scheduler.has_unfinished_requests())
 
     def is_computing(self) -> bool:
         """Whether the oldest batch on its way is still being computed; if unknown, yes.
@@ -271,6 +281,13 @@ class Core:
     def shutdown(self) -> None:
         """Let vLLM's client end the engine, which would do it again when it is collected."""
         self._engine.engine_core.shutdown()
+
+
+_WAIT_S: Final = 0.001
+"""How long a server's core sleeps where nothing can be scheduled and requests wait.
+
+Source: vllm/v1/engine/core.py, EngineCoreProc._process_engine_step.
+"""
 
 
 @dataclass(slots=True)
