@@ -16,7 +16,7 @@ from support.replay_parts import plans, traces
 from support.toy import ToyCosts, ToyEngine, ToySource
 from support.traffic import ToyPrompts, a_trace, kept, replay_toy, steady
 from tuner.engine.limits import EngineLimits
-from tuner.engine.protocol import Prompt, Step
+from tuner.engine.protocol import Emitted, Prompt, Step
 from tuner.errors import Caveat, EngineError, ReplayError, TraceError, UsageError
 from tuner.gate import GateLimits
 from tuner.replay.arrivals import ClockKind
@@ -96,6 +96,27 @@ def test_requests_that_never_fit_are_refused_without_an_engine() -> None:
     assert log.timelines.count(Outcome.REFUSED) == 2
     assert log.steps.steps == 0
     assert math.isnan(log.timelines.sent_s[0])
+
+
+class FailingEngine(ToyEngine):
+    """A toy that ends the second request in its first step, without a token."""
+
+    def step(self) -> Step:
+        """Take a turn."""
+        step = super().step()
+        others = [out for out in step.emitted if out.row != 1]
+        if step.running < 2:
+            return step
+        self.abort([1])
+        return replace(step, emitted=[*others, Emitted(1, 0, is_last=True)])
+
+
+def test_a_request_that_the_engine_fails_is_lost_and_no_full_answer() -> None:
+    """Its latencies were nan, which no SLO can break."""
+    trace = a_trace([0.0, 0.0], output=5)
+    log = replay(FailingEngine(ToySource(), LIMITS), trace, ToyPrompts(trace), ReplayPlan())
+    assert log.timelines.outcome.tolist() == [Outcome.COMPLETED, Outcome.ABORTED]
+    assert measure([log]).latency("ttft_s", "p99") == math.inf
 
 
 @given(trace=traces(), n=st.integers(1, 9))

@@ -314,7 +314,13 @@ class _Replay:
                 self._answered(out.row, self._in_flight[out.row])
 
     def _answered(self, row: int, due_s: float) -> None:
-        """Note a full answer; one whose client has gone meanwhile is none."""
+        """Note an answer: one that the engine failed midway, or whose client has gone, is none.
+
+        vLLM ends a request so whose blocks a KV connector could not bring.
+        """
+        if self._record.answered(row) < self._outputs[row]:
+            self._end(row, Outcome.ABORTED)
+            return
         e2e_s = self._clock.now_s - due_s
         patience_s, late_s = self._plan.timeout_s, self._plan.cut.late_s
         if patience_s is not None and e2e_s > patience_s:

@@ -169,6 +169,10 @@ class TimelineRecorder:
         self._last_s[row] = at_s
         self._tokens[row] += count
 
+    def answered(self, row: int) -> int:
+        """Return how many tokens of the row came out."""
+        return int(self._tokens[row])
+
     def _gap(self, gap_s: float) -> None:
         self._gap_s.append(gap_s)
         if len(self._gap_s) >= _CHUNK_GAPS:
