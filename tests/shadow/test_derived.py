@@ -111,6 +111,12 @@ def test_what_is_further_off_than_usual_is_warned_of(
         ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding_attention"),
         ({"sliding_window": 1024}, "attend to 1024 tokens"),
         ({"hybrid_override_pattern": "M-M*"}, "layers of several kinds"),
+        ({"sparse_attention_config": {"sparse_topk_blocks": 16}}, "sparse attention"),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+            "quantised in blocks",
+        ),
+        ({"compression_config": {"format": "float-quantized"}}, "in compression_config"),
         ({"vocab_size": "lots"}, "vocab_size is 'lots'"),
     ],
 )
@@ -119,6 +125,31 @@ def test_what_the_shadow_cannot_keep_account_of_is_refused(
 ) -> None:
     with pytest.raises(UsageError, match=words):
         derive(Wanted(gpu_of("h200"), a_config(tmp_path, **changed)))
+
+
+@pytest.mark.parametrize(
+    ("quantised", "served", "is_halved"),
+    [
+        ({"quant_method": "fp8"}, {}, False),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, {}, False),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": "FP8"}, {}, True),
+        (
+            {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": "FP8"},
+            {"kv-cache-dtype": "bfloat16"},
+            False,
+        ),
+    ],
+)
+def test_keys_and_values_have_the_bits_that_vllm_gives_them_whatever_weights_have(
+    tmp_path: Path, quantised: dict[str, str], served: dict[str, object], *, is_halved: bool
+) -> None:
+    """Weights of eight bits alone leave them at sixteen."""
+    config = a_config(tmp_path, quantization_config={"activation_scheme": "static"} | quantised)
+    found = derive(Wanted(gpu_of("h200"), config, serve_values=served)).profile
+    usual = derive(Wanted(gpu_of("h200"), a_config(tmp_path / "full"))).profile
+    at = EngineLimits(64, 2048)
+    times = found.num_blocks_at(at) / usual.num_blocks_at(at)
+    assert times == pytest.approx(2.0 if is_halved else 1.0, rel=0.05)
 
 
 def test_a_window_that_is_not_used_is_none(tmp_path: Path) -> None:
@@ -197,7 +228,8 @@ def test_what_vllm_would_not_start_is_refused_and_told_what_it_would() -> None:
 def test_no_more_memory_is_asked_for_than_the_limits_take() -> None:
     """Four times the token budget would leave none for the KV cache."""
     fits = EngineLimits(256, 16384)
-    wanted = Wanted(gpu_of("l40s"), "Qwen/Qwen3-32B-FP8", 1, fits, max_model_len=16384)
+    model = "Qwen/Qwen3-32B-FP8-Static-PerTensor"
+    wanted = Wanted(gpu_of("l40s"), model, 1, fits, max_model_len=16384)
     profile = derive(wanted).profile
     assert profile.num_blocks_at(fits) == profile.kv_starts[0].num_blocks > 1024
 

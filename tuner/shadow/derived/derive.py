@@ -64,6 +64,7 @@ def derive(wanted: Wanted) -> Derived:
     config = ModelConfig.of(wanted.model)
     shape = _shape(wanted, config)
     config.check_attention(shape.max_model_len)
+    config.check_weights()
     warnings = (*config.warnings(), *_warnings(wanted))
     with config.folder() as folder:
         tables = Tables(wanted, config, folder)

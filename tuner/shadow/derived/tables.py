@@ -50,6 +50,7 @@ class Tables:
                     max_batch_size=limits.max_num_seqs,
                     memory_fraction_kind="of_total",
                     memory_fraction_value=wanted.memory_share,
+                    kvcache_quant_mode=self._kv_dtype,
                     **parallel,
                 )
             )
@@ -65,6 +66,7 @@ class Tables:
             "backend": "vllm",
             "backend_version": wanted.gpu.tables,
             "pp_size": 1,
+            "kv_cache_dtype": self._kv_dtype,
             "extra": {},
             **self._parallel,
         }
@@ -73,6 +75,11 @@ class Tables:
             model = sdk.RustForwardPassPerfModel.from_native(asked)
             times_ms = [_time_ms(model, shape, row) for row in rows]
         return _columns(rows, np.array(times_ms) / 1e3)
+
+    @property
+    def _kv_dtype(self) -> str:
+        """What keys and values are kept in; the library takes eight bits for those of fp8."""
+        return self.wanted.served.kv_dtype or self.config.kv_dtype
 
     @property
     def _parallel(self) -> dict[str, int]:

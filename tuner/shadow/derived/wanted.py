@@ -60,7 +60,8 @@ _ONLY: Final[Mapping[str, tuple[object, ...]]] = {
 class Served:
     """What a served configuration says that a prediction takes into account.
 
-    `num_blocks` are the KV-cache blocks where it sets them.
+    `num_blocks` are the KV-cache blocks where it sets them, and `kv_dtype` what keys and values
+    are kept in, by the tables' name.
     """
 
     limits: tuple[int | None, int | None] = (None, None)
@@ -69,6 +70,7 @@ class Served:
     memory_share: float = MEMORY_SHARE
     block_size: int = BLOCK_SIZE
     num_blocks: int | None = None
+    kv_dtype: str | None = None
     prefix_caching: bool = True
     asynchronous: bool = True
     is_eager: bool = False
@@ -94,6 +96,7 @@ class Served:
             memory_share=said.share("gpu-memory-utilization", MEMORY_SHARE),
             block_size=said.integer("block-size", BLOCK_SIZE) or BLOCK_SIZE,
             num_blocks=said.integer("num-gpu-blocks-override"),
+            kv_dtype=said.kv_dtype,
             prefix_caching=said.switch("enable-prefix-caching", default=True),
             asynchronous=said.switch("async-scheduling", default=True),
             is_eager=said.switch("enforce-eager", default=False),
@@ -126,6 +129,11 @@ class _Values:
                 "leave it out and judge what is predicted as without it, or measure: tune on "
                 "one such GPU, or tune profile fit in production",
             )
+
+    @property
+    def kv_dtype(self) -> str | None:
+        """What keys and values are kept in where it is named, 16 bits wide as `check` wants."""
+        return "bfloat16" if self.values.get("kv-cache-dtype") not in (None, "auto") else None
 
     def names(self, key: str) -> bool:
         """Whether the configuration says anything of an option, also by its other name."""
