@@ -172,6 +172,10 @@ def test_a_window_that_is_not_used_is_none(tmp_path: Path) -> None:
         ("scheduler-cls", "my.Scheduler", r"scheduler-cls: my\.Scheduler changes .* schedule"),
         ("max-num-queued-reqs", 5, "max-num-queued-reqs: 5 changes"),
         ("max_num_partial_prefills", 4, "max-num-partial-prefills: 4 changes"),
+        ("spec-method", "ngram", "spec-method: ngram changes"),
+        ("performance-mode", "throughput", "performance-mode: throughput changes"),
+        ("optimization-level", 0, "optimization-level: 0 changes"),
+        ("hf-overrides", {"max_position_embeddings": 99}, "hf-overrides: .* changes"),
     ],
 )
 def test_what_is_served_as_the_tables_do_not_know_is_refused(
@@ -215,13 +219,30 @@ def test_what_is_served_otherwise_than_by_default_is_in_the_profile(tmp_path: Pa
     assert profile.num_blocks_at(EngineLimits(8, 2048)) == 5000
 
 
+@pytest.mark.parametrize(
+    ("gpu", "release", "named", "limits"),
+    [
+        ("h200", "0.32.0", (), (1024, 8192)),
+        ("b200", "0.27.0", (), (1024, 8192)),
+        ("b200", "0.28.0", (), (1024, 16384)),
+        ("l40s", "0.32.0", (), (256, 2048)),
+        ("h200", "0.32.0", (None, 512), (512, 512)),
+        ("b200", "0.32.0", (64, None), (64, 16384)),
+    ],
+)
+def test_limits_that_nobody_names_are_those_of_vllm(
+    gpu: str, release: str, named: tuple[int | None, ...], limits: tuple[int, int]
+) -> None:
+    assert gpu_of(gpu).limits(release, *named) == EngineLimits(*limits)
+
+
 def test_what_vllm_would_not_start_is_refused_and_told_what_it_would() -> None:
-    """A request of 131,072 tokens, of which the KV cache holds 96,032."""
+    """A request of 131,072 tokens, of which the KV cache holds 91,536."""
     model, gpu = "meta-llama/Meta-Llama-3.1-70B", gpu_of("b200")
-    with pytest.raises(UsageError, match="holds 96,032 tokens") as caught:
+    with pytest.raises(UsageError, match="holds 91,536 tokens") as caught:
         derive(Wanted(gpu, model))
-    assert "max-model-len: 95232" in caught.value.hint
-    assert derive(Wanted(gpu, model, max_model_len=95232)).profile.shape.max_model_len == 95232
+    assert "max-model-len: 91136" in caught.value.hint
+    assert derive(Wanted(gpu, model, max_model_len=91136)).profile.shape.max_model_len == 91136
 
 
 @pytest.mark.slow

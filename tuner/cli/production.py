@@ -10,7 +10,6 @@ from typing import Final, Self
 from tuner.cli.console import say, show_result
 from tuner.cli.inputs import check_output
 from tuner.cli.options import Params, path_of
-from tuner.engine.limits import EngineLimits
 from tuner.engine.serve_config import read_config
 from tuner.errors import EngineError, TooFewSamplesError, TraceError, UsageError
 from tuner.replay.plan import ReplayPlan
@@ -115,12 +114,11 @@ class DeriveOptions:
                     "for example --gpu h200_sxm --model meta-llama/Meta-Llama-3.1-8B",
                 )
         gpu, served = gpu_of(params["gpu"]), Served.of(values)
-        seqs, tokens = served.limits
         wanted = Wanted(
             gpu=gpu,
             model=str(model),
             tensor_parallel=params["tp"] or served.tensor_parallel,
-            limits=EngineLimits(seqs or gpu.seqs, tokens or gpu.tokens),
+            limits=gpu.limits(params["vllm"], *served.limits),
             max_model_len=served.max_model_len,
             memory_share=served.memory_share,
             vllm_version=params["vllm"],

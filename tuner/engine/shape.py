@@ -134,8 +134,7 @@ class EngineShape:
 
     def is_since(self, minor: int) -> bool:
         """Whether the engine's vLLM is 0.`minor` or later; of an unknown one, yes."""
-        found = re.match(r"0\.(\d+)", self.vllm_version)
-        return found is None or int(found[1]) >= minor
+        return is_since(self.vllm_version, minor)
 
     def graphs_at(self, limits: EngineLimits, starts: Sequence[EngineLimits]) -> Graphs:
         """Return what such an engine captures when it is started with the limits.
@@ -181,6 +180,16 @@ class EngineShape:
         if self.is_since(31) and seqs <= top:
             sizes.add(seqs)
         return tuple(sorted(size for size in sizes if size <= largest))
+
+
+def is_since(vllm_version: str, minor: int) -> bool:
+    """Return whether a vLLM is 0.`minor` or later; of an unknown one, yes.
+
+    >>> is_since("0.27.1", 28), is_since("0.32.0", 28)
+    (False, True)
+    """
+    found = re.match(r"0\.(\d+)", vllm_version)
+    return found is None or int(found[1]) >= minor
 
 
 LARGE_GRAPH: Final = 512

@@ -40,11 +40,16 @@ _ONLY: Final[Mapping[str, tuple[object, ...]]] = {
     "max-long-partial-prefills": (1,),
     "kv-cache-dtype": ("auto", "bfloat16", "float16"),
     "dtype": ("auto", "bfloat16", "float16", "half"),
+    "optimization-level": (2, 3, "2", "3"),
+    "performance-mode": ("balanced",),
+    "model-impl": ("auto", "vllm"),
     **dict.fromkeys(
         (
             *("speculative-config", "compilation-config", "cudagraph-capture-sizes"),
             *("max-cudagraph-capture-size", "cpu-offload-gb"),
-            *("kv-cache-memory-bytes", "kv-transfer-config"),
+            *("kv-cache-memory-bytes", "kv-transfer-config", "kv-offloading-size"),
+            *("spec-method", "spec-model", "spec-tokens", "offload-group-size"),
+            *("hf-overrides", "hf-config-path", "quantization-config"),
             *("scheduler-cls", "max-num-queued-reqs", "max-num-queued-tokens"),
         ),
         (None,),
@@ -209,4 +214,4 @@ class Wanted:
     @property
     def at(self) -> EngineLimits:
         """The limits, vLLM's own on the GPU where none were named."""
-        return self.limits or EngineLimits(self.gpu.seqs, self.gpu.tokens)
+        return self.limits or self.gpu.limits(self.vllm_version)
