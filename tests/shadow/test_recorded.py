@@ -332,6 +332,27 @@ def test_steps_of_two_starts_teach_together(tmp_path: Path) -> None:
     assert isinstance(first, RecordedSteps)
 
 
+def test_starts_that_differ_in_what_an_engine_is_are_refused_with_it(tmp_path: Path) -> None:
+    """The KV cache of eight bits has twice the blocks, which no budget explains."""
+    kept = {"block_size": 16, "enable_prefix_caching": True}
+    server = a_server(config=a_config(cache_config={**kept, "cache_dtype": "auto"}))
+    _, steps, rows = recorded(served(), server=server)
+    (first,), requests = read(tmp_path, steps, rows)
+    config = a_config(cache_config={**kept, "cache_dtype": "fp8"})
+    other = msgspec.structs.replace(first.server, config=config)
+    with pytest.raises(ShadowError, match="cache_dtype auto, and last fp8"):
+        learn_profile([first, replace(first, server=other)], requests, {})
+
+
+def test_caps_below_those_of_the_start_are_what_was_served(tmp_path: Path) -> None:
+    config = a_config()
+    config["scheduler_config"] |= {"max_num_active_seqs": 4, "max_num_scheduled_tokens": 128}
+    _, steps, rows = recorded(served(EngineLimits(4, 128)), server=a_server(config=config))
+    found, requests = read(tmp_path, steps, rows)
+    profile, _ = learn_profile(found, requests, {})
+    assert profile.current_limits == EngineLimits(4, 128)
+
+
 def test_a_start_that_answered_nothing_leaves_the_others_to_teach(tmp_path: Path) -> None:
     """A server whose limits were changed, and that was ended before it had answered."""
     _, steps, rows = recorded(served())

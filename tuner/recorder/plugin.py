@@ -34,13 +34,15 @@ NEEDED: Final = frozenset(
 
 
 KEPT: Final = {
-    "model_config": ("dtype", "max_model_len", "model"),
+    "model_config": ("dtype", "max_model_len", "model", "quantization"),
     "parallel_config": (
         *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
         "decode_context_parallel_size",
     ),
     "cache_config": (
         *("block_size", "enable_prefix_caching", "prefix_cache_retention_interval"),
+        *("cache_dtype", "gpu_memory_utilization", "kv_cache_memory_bytes"),
+        "num_gpu_blocks_override",
     ),
     "compilation_config": ("cudagraph_capture_sizes", "cudagraph_mode"),
 }

@@ -20,7 +20,13 @@ from tuner.shadow.calibration import LARGEST_ERROR_RATIO, Calibration
 from tuner.shadow.fit import MIN_STEPS
 from tuner.shadow.profiles import Profile, Seen
 from tuner.shadow.rebuilt import rebuild_all
-from tuner.shadow.recorded import HOW, RecordedRequests, RecordedSteps, check_usable
+from tuner.shadow.recorded import (
+    HOW,
+    RecordedRequests,
+    RecordedSteps,
+    Server,
+    check_usable,
+)
 from tuner.stats import Floats
 
 MIN_SEEN: Final = 20
@@ -130,7 +136,7 @@ def learn_profile(
     """
     kinds = _of_one_engine(recorded)
     shape, started = kinds[-1]
-    current = _served(shape, started)
+    current = _served(recorded[-1].server, started)
     _check_named(serve_values, started, current)
     calibration = Calibration(shape, (), (), current, serve_values)
     left_out: Counter[str] = Counter()
@@ -166,6 +172,8 @@ def _of_one_engine(
     kinds = [check_usable(steps) for steps in recorded]
     shape, _ = kinds[-1]
     others = {text for kind, _ in kinds for text in _differing(kind, shape)}
+    last = recorded[-1].server
+    others |= {text for one in recorded for text in _started_otherwise(one.server, last)}
     if others:
         raise ShadowError(
             f"the steps are of different engines: {'; '.join(sorted(others))}",
@@ -189,10 +197,11 @@ def _too_quiet(
     )
 
 
-def _served(shape: EngineShape, started: EngineLimits) -> EngineLimits:
+def _served(server: Server, started: EngineLimits) -> EngineLimits:
     """Return the limits that an engine serves with, which may be below those of its start."""
+    options = (server.config or {}).get("scheduler_config", {})
     seqs, tokens = (
-        shape.scheduler.get(name) or math.inf
+        options.get(name) or math.inf
         for name in ("max_num_active_seqs", "max_num_scheduled_tokens")
     )
     return EngineLimits(
@@ -229,6 +238,29 @@ def _differing(one: EngineShape, last: EngineShape) -> Iterator[str]:
         bool(last.captured_sizes),
     ):
         yield "CUDA graphs are captured otherwise than last"
+
+
+TELLING: Final = {
+    "model_config": ("quantization",),
+    "cache_config": (
+        *("cache_dtype", "gpu_memory_utilization", "kv_cache_memory_bytes"),
+        "num_gpu_blocks_override",
+    ),
+}
+"""What decides how fast an engine is or how many blocks it has, and is in no shape, by section
+of vLLM's configuration.
+
+Source: tuner/recorder/plugin.py, KEPT.
+"""
+
+
+def _started_otherwise(one: Server, last: Server) -> Iterator[str]:
+    """Yield what else differs; an earlier version of the recorder did not keep it."""
+    for section, names in TELLING.items():
+        mine, its = ((server.config or {}).get(section, {}) for server in (one, last))
+        for name in names:
+            if name in mine and name in its and mine[name] != its[name]:
+                yield f"{name} {mine[name]}, and last {its[name]}"
 
 
 def _often(values: Floats) -> int:
