@@ -14,10 +14,11 @@ from click.testing import CliRunner
 from support.paths import ROOT
 from tuner.cli.commands import tune as command
 from tuner.engine.limits import EngineLimits
+from tuner.engine.protocol import Batch
 from tuner.errors import Caveat, UsageError
 from tuner.replay.metrics import measure
 from tuner.replay.plan import ReplayPlan
-from tuner.shadow.derived.derive import SEEN_HOST, derive
+from tuner.shadow.derived.derive import PREPARING_S, SEEN_HOST, derive
 from tuner.shadow.derived.gpus import GPUS, gpu_of
 from tuner.shadow.derived.wanted import Wanted
 from tuner.shadow.predictor import Predictor
@@ -217,6 +218,23 @@ def test_what_is_served_otherwise_than_by_default_is_in_the_profile(tmp_path: Pa
     }
     assert shape.scheduler == {**shape.scheduler, **scheduler}
     assert profile.num_blocks_at(EngineLimits(8, 2048)) == 5000
+
+
+def test_a_batch_that_is_waited_for_is_prepared_and_launched_first(tmp_path: Path) -> None:
+    """As on the H200 where that was measured; without graphs the host is the slower one."""
+    decodes = Batch(8, 0, 0, 8000, 0, 0, 0)
+    took_s = {}
+    for is_eager in (False, True):
+        for is_asynchronous in (False, True):
+            served = {"enforce-eager": is_eager, "async-scheduling": is_asynchronous}
+            config = a_config(tmp_path)
+            profile = derive(Wanted(gpu_of("h200"), config, serve_values=served)).profile
+            took_s[is_eager, is_asynchronous] = profile.step_model.step_s(decodes)
+    added_s = took_s[False, False] - took_s[False, True]
+    assert added_s == pytest.approx(PREPARING_S, rel=0.2)
+    launch_s = SEEN_HOST.eager_s * 16 / 28
+    assert took_s[True, True] < launch_s < took_s[True, False]
+    assert took_s[True, False] == pytest.approx(launch_s + PREPARING_S, rel=0.1)
 
 
 @pytest.mark.parametrize(

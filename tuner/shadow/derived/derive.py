@@ -20,6 +20,7 @@ import numpy as np
 from tuner.engine.limits import EngineLimits
 from tuner.engine.serve_config import hyphenated
 from tuner.engine.shape import SUPPORTED_KV, EngineShape
+from tuner.engine.steps import StepColumns
 from tuner.errors import UsageError
 from tuner.shadow.derived.gpus import GPUS, NODE_GPUS
 from tuner.shadow.derived.models import LIBRARY, ModelConfig
@@ -45,6 +46,9 @@ WRONG_RATIO: Final = 0.20
 # What launching took the host of an H200 with 28 layers: one graph, one for each layer, a graph
 # for none (tests/benchmarks/README.md, n 1). In other minutes it took a third longer.
 SEEN_HOST, SEEN_LAYERS = Host(full_s=0.0016, mixed_s=0.0047, eager_s=0.011, spread=0.3), 28
+# By how much that engine's steps were longer without asynchronous scheduling, of decodes alone
+# and with a prompt: the host prepares a batch while the device has none (n 1).
+PREPARING_S, PREPARING_PROMPT_S = 0.0018, 0.0037
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +76,15 @@ def derive(wanted: Wanted) -> Derived:
         held_tokens = starts[0].num_blocks * shape.block_size
         _check_longest(wanted, shape, held_tokens)
         steps = tables.steps(shape, held_tokens)
+    host = _host(config)
+    if not shape.asynchronous:
+        steps = _waited_for(steps, shape, host)
     found = fit([steps], shape.graphs)
     version = importlib.metadata.version(LIBRARY)
     profile = Profile(
         shape=shape,
         kv_starts=starts,
-        step_model=replace(found.model.scaled(LONGER), host=_host(config)),
+        step_model=replace(found.model.scaled(LONGER), host=host),
         fit=found.error,
         metric_error_ratio=WRONG_RATIO,
         made_at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -153,6 +160,19 @@ def _host(config: ModelConfig) -> Host:
     times = config.integer("num_hidden_layers", SEEN_LAYERS) / SEEN_LAYERS
     mixed_s, eager_s = SEEN_HOST.mixed_s * times, SEEN_HOST.eager_s * times
     return replace(SEEN_HOST, mixed_s=mixed_s, eager_s=eager_s)
+
+
+def _waited_for(steps: StepColumns, shape: EngineShape, host: Host) -> StepColumns:
+    """Return the steps of a host that launches a batch once the one before is done.
+
+    One takes no less than its launch. They are scaled by LONGER, which launching is not.
+    """
+    launch_s = (
+        Host.loads_of(steps.decode_seqs, steps.prefill_tokens, shape.graphs) @ host.each_s
+    )
+    added_s = np.where(steps.prefill_tokens > 0, PREPARING_PROMPT_S, PREPARING_S)
+    took_s = np.maximum(steps.duration_s, launch_s / LONGER) + added_s / LONGER
+    return replace(steps, duration_s=took_s)
 
 
 def _shape(wanted: Wanted, config: ModelConfig) -> EngineShape:
