@@ -18,11 +18,13 @@ from tuner.engine.protocol import Batch
 from tuner.errors import Caveat, UsageError
 from tuner.replay.metrics import measure
 from tuner.replay.plan import ReplayPlan
+from tuner.shadow.calibration import StatedError
 from tuner.shadow.derived.derive import PREPARING_S, SEEN_HOST, derive
 from tuner.shadow.derived.gpus import GPUS, gpu_of
 from tuner.shadow.derived.wanted import Wanted
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiled import ProfiledEngine
+from tuner.shadow.profiles import read_profile, write_profile
 from tuner.traffic.formats import read_trace
 
 pytest.importorskip("aiconfigurator_core", reason="pip install 'max-num-seqs-tuner[predict]'")
@@ -103,6 +105,9 @@ def test_what_is_further_off_than_usual_is_warned_of(
     # The tables' library reads a folder once.
     found = derive(Wanted(gpu_of(gpu), a_config(tmp_path / "other", **changed), parallel))
     assert any(words in warning for warning in found.warnings)
+    # And wherever the profile is used, which may be by somebody else.
+    write_profile(tmp_path / "p.yaml", found.profile)
+    assert words in StatedError.of(read_profile(tmp_path / "p.yaml")).texts[Caveat.DERIVED]
 
 
 @pytest.mark.parametrize(

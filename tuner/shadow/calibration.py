@@ -196,19 +196,22 @@ def error_words(share: str, *, is_derived: bool) -> str:
 class StatedError:
     """How wrong the predictions of a profile are said to be, and the caveats they carry.
 
-    `is_corrected` says that a derived profile was corrected since by what its engine does.
+    `is_corrected` says that a derived profile was corrected since by what its engine does,
+    `doubts` why it may be further off than others.
     """
 
     wrong_ratio: float
     caveats: tuple[Caveat, ...] = ()
     is_corrected: bool = False
+    doubts: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, profile: Profile, *, is_forced: bool = False) -> StatedError:
         """Return what is said of a profile's predictions, which may be forced on an engine."""
         holds = {Caveat.DERIVED: bool(profile.origin), Caveat.PROFILE_FORCED: is_forced}
         said = (caveat for caveat, applies in holds.items() if applies)
-        return cls(error_ratio(profile), (*profile.caveats, *said), profile.is_corrected)
+        caveats = (*profile.caveats, *said)
+        return cls(error_ratio(profile), caveats, profile.is_corrected, profile.doubts)
 
     @property
     def texts(self) -> dict[Caveat, str]:
@@ -220,7 +223,7 @@ class StatedError:
             else f": expect a time per output token up to {percent} longer, and a first token "
             "10 ms later and 30 % off"
         )
-        own = {Caveat.DERIVED: expected}
+        own = {Caveat.DERIVED: "; ".join((expected, *self.doubts))}
         return {caveat: f"{caveat.text}{own.get(caveat, '')}" for caveat in self.caveats}
 
     def words(self, share: str = "") -> str:

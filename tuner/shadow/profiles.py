@@ -105,7 +105,8 @@ class Profile:
     None where nobody can tell. `current_limits` are what `serve_values`, the user's
     configuration without its secrets, came to. `agreement` is how the simulator compared with
     that vLLM's scheduler, None where nobody compared. `origin` says whence the step times are
-    where this tool did not measure them on the engine itself. `seen` is how full the batches of
+    where this tool did not measure them on the engine itself, `doubts` why they may be further
+    off than others of that kind. `seen` is how full the batches of
     a recording were that it was learnt from, None of others. `moved_ratio` is how many times as
     long corrections have made every step in all. `caveats` are reasons to doubt the replays it
     was learnt from. `variants` are the profiles of other configurations that were started
@@ -126,6 +127,7 @@ class Profile:
     agreement: Agreement | None = None
     uncertainty: Uncertainty | None = None
     origin: str = ""
+    doubts: tuple[str, ...] = ()
     seen: Seen | None = None
     moved_ratio: float = 1.0
     caveats: tuple[Caveat, ...] = ()
@@ -382,6 +384,7 @@ class _File(_Record):
     agreement: Agreement | None = None
     uncertainty: _Uncertainty | None = None
     origin: str = ""
+    doubts: tuple[str, ...] = ()
     seen: Seen | None = None
     moved_ratio: Annotated[float, msgspec.Meta(gt=0, le=1.7e308)] = 1.0
     caveats: tuple[Caveat, ...] = ()
@@ -394,8 +397,9 @@ def _in_file(profile: Profile) -> dict[str, Any]:
     for one in (plain, *plain["variants"].values()):
         if one["step_model"]["host"] is None:
             del one["step_model"]["host"]
-        if one["seen"] is None:
-            del one["seen"]
+        for name in ("doubts", "seen"):
+            if not one[name]:
+                del one[name]
         if one["moved_ratio"] == 1.0:
             del one["moved_ratio"]
         if not one["caveats"]:
@@ -425,6 +429,7 @@ def _record(profile: Profile) -> _File:
         if profile.uncertainty is None
         else _Uncertainty(**_parts(profile.uncertainty)),
         origin=profile.origin,
+        doubts=profile.doubts,
         seen=profile.seen,
         moved_ratio=profile.moved_ratio,
         caveats=profile.caveats,
@@ -473,6 +478,7 @@ def _from_file(found: _File) -> Profile:
             if found.uncertainty is None
             else _made(Uncertainty, found.uncertainty, "uncertainty"),
             origin=found.origin,
+            doubts=found.doubts,
             seen=found.seen,
             moved_ratio=found.moved_ratio,
             caveats=found.caveats,

@@ -93,6 +93,7 @@ def derive(wanted: Wanted) -> Derived:
         serve_values=_serve_values(wanted, shape),
         uncertainty=Uncertainty.of(_directions()),
         origin=f"{ORIGIN} ({LIBRARY} {version}, Apache-2.0), not measured",
+        doubts=warnings,
     )
     return Derived(profile, warnings)
 
@@ -111,6 +112,11 @@ def _warnings(wanted: Wanted) -> Iterator[str]:
     """Yield why a prediction on these GPUs is further off than usual."""
     if wanted.tensor_parallel > 1 and wanted.gpu.is_pcie:
         yield "tensor parallelism over PCIe: real steps are about a third longer than this"
+    if wanted.tensor_parallel > 2 and wanted.gpu.name == "l40s":
+        yield (
+            "in the tables a prompt of 2,000 tokens takes four L40S three times and eight of "
+            "them seven times as long as one: where cards talk faster, prompts do"
+        )
     if wanted.tensor_parallel > NODE_GPUS:
         yield f"more than {NODE_GPUS} GPUs talk over a network, which the tables leave out"
     if wanted.gpu.tables != GPUS[0].tables:
@@ -165,7 +171,8 @@ def _host(config: ModelConfig) -> Host:
 def _waited_for(steps: StepColumns, shape: EngineShape, host: Host) -> StepColumns:
     """Return the steps of a host that launches a batch once the one before is done.
 
-    One takes no less than its launch. They are scaled by LONGER, which launching is not.
+    One takes no less than its launch. They are scaled by LONGER, which launching and preparing
+    are not.
     """
     launch_s = (
         Host.loads_of(steps.decode_seqs, steps.prefill_tokens, shape.graphs) @ host.each_s

@@ -18,7 +18,7 @@ NODE_GPUS: Final = 8
 class Gpu:
     """A GPU with tables: its name there, whose vLLM they were measured in, and vLLM's name.
 
-    `is_pcie` says whether several talk over PCIe, whose collectives the tables leave out.
+    `is_pcie` says whether several talk over PCIe, at another speed than the tables' ones.
     `seqs` and `tokens` are vLLM's own limits on it, `is_large` whether it has the 160 GiB of
     memory from which on the budget is twice that since 0.28.
 
