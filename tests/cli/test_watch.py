@@ -268,6 +268,17 @@ def test_what_cannot_be_watched_is_reported_at_once(
     assert words in shown.value.message
 
 
+def test_a_configuration_of_one_limit_is_what_is_served(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (home / "best.yaml").unlink()
+    (home / "served.yaml").write_text("model: none\nmax-num-seqs: 16\n")
+    given = ("--prometheus", "http://127.0.0.1:9", "--once", "--force-profile")
+    with pytest.raises(UsageError, match="cannot be reached"):
+        run_watch(options_of(home, *given, "--config", str(home / "served.yaml")), NoWait())
+    assert "at 16/512, state in" in capsys.readouterr().err
+
+
 def test_a_watch_without_a_guard_has_no_time_for_one(home: Path) -> None:
     given = ("--prometheus", "http://p:9", "--guard", "10m", "--step", "6m")
     with pytest.raises(UsageError, match="--guard must be at least two steps"):

@@ -176,6 +176,23 @@ def test_a_profile_with_its_sketch_is_all_that_a_check_needs(
     assert rate["interval"][0] < rate["effect"] < rate["interval"][1]
 
 
+def test_a_configuration_is_read_and_compared_also_where_traffic_is_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile, trace = a_kept_profile(tmp_path), tmp_path / "before.jsonl"
+    same = ("--baseline", str(profile), "--trace", str(trace))
+    with pytest.raises(UsageError, match=r"gone.yaml does not exist"):
+        run_check(*same, "--config", str(tmp_path / "gone.yaml"))
+    served = tmp_path / "served.yaml"
+    for seqs, words in ((1, "but the configuration has 1/512 and the baseline 4/512"), (4, "")):
+        served.write_text(f"model: none\nmax-num-seqs: {seqs}\n")
+        assert run_check(*same, "--config", str(served), "--json") == 0
+        shown = json.loads(capsys.readouterr().out)
+        assert shown["verdict"] == "unchanged"
+        assert shown["current"] == {"max_num_seqs": seqs, "max_num_batched_tokens": 512}
+        assert shown["why"].partition(", ")[2] == words
+
+
 @pytest.mark.slow
 def test_a_run_that_kept_no_traffic_says_what_to_name(tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "tuned.jsonl")

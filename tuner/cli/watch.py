@@ -30,13 +30,13 @@ from tuner.emit.names import Format
 from tuner.emit.recommendation import without_lost
 from tuner.engine.compat.serve import installed_vllm
 from tuner.engine.limits import EngineLimits
-from tuner.engine.serve_config import limits as limits_of
 from tuner.engine.serve_config import read_config
 from tuner.errors import UsageError
 from tuner.run.directory import PROFILE_FILE
 from tuner.run.options import TraceReading
 from tuner.search.space import Reach
 from tuner.shadow.calibration import error_ratio
+from tuner.shadow.profiled import ProfiledEngine
 from tuner.shadow.profiles import Profile
 from tuner.traffic.formats import ReadOptions
 from tuner.traffic.prometheus.client import Prometheus
@@ -242,7 +242,7 @@ def _watcher(
     server, retune = options.prometheus, options.retune
     traffic = PrometheusTraffic(server, retune.seed, clock, is_closed=before.is_closed)
     server.credentials()  # A file that cannot be read is refused now, not in the first round.
-    tuned_for = _configured(options.config) or baseline.current
+    tuned_for = _served(options.config, baseline)
     retune = replace(retune, reach=_reach(options, tuned_for))
     shadow = ShadowCheck(retune, options.config, baseline, before, traffic)
     guard = None
@@ -291,9 +291,8 @@ def _publisher(options: WatchOptions, baseline: Baseline) -> Publisher:
     return Publisher(output, options.format, baseline.profile, values, lost)
 
 
-def _configured(config: Path | None) -> EngineLimits | None:
-    """Return the limits that --config names, None where it names none or one of them."""
+def _served(config: Path | None, baseline: Baseline) -> EngineLimits:
+    """Return the limits that --config serves; without it those that the baseline has."""
     if config is None:
-        return None
-    seqs, tokens = limits_of(read_config(config).values)
-    return None if seqs is None or tokens is None else EngineLimits(seqs, tokens)
+        return baseline.current
+    return ProfiledEngine(baseline.profile).current_limits(read_config(config).values)

@@ -24,12 +24,13 @@ from tuner.drift.retune import Retune, RetuneOptions, retune_on
 from tuner.engine.limits import EngineLimits
 from tuner.errors import NoFeasibleConfigError
 from tuner.replay.metrics import Measurement
-from tuner.run.inputs import Config
+from tuner.run.inputs import Config, engine_of_profile
 from tuner.search.budget import Aim
 from tuner.search.objective import Tier, is_rate
 from tuner.search.race import RaceDecision, RaceVerdict
 from tuner.search.trials import Observation
 from tuner.shadow.calibration import StatedError
+from tuner.shadow.profiled import ProfiledEngine
 from tuner.stats import Estimate
 from tuner.traffic.describe import hits_differ, reused_tokens
 from tuner.traffic.prometheus import known_in_part
@@ -192,17 +193,21 @@ def check_traffic(
     """Return whether traffic has shifted from before, and whether a re-tune would pay.
 
     `sketches` are of what was tuned for and of the trace. `current` is None where `config` says
-    it. The baseline's profile predicts only if something shifted that can be felt. `note`
-    receives what there is to say meanwhile.
+    it; that those of the baseline are others is told where traffic is the same. The baseline's
+    profile predicts only if something shifted that can be felt. `note` receives what there is
+    to say meanwhile.
 
     Raises: ShadowError if the profile does not fit here; TooFewSamplesError; UsageError.
     """
     partial = known_in_part(trace.notes.remarks)
     drift = Drift((), (), partial) if partial else drift_between(*sketches, options.seed)
-    found = without_replay(drift, current)
+    served = current or _configured(config, baseline)
+    found = without_replay(drift, served)
+    if found is not None and found.verdict is DriftVerdict.UNCHANGED and current is None:
+        return replace(found, why=found.why + _unlike_baseline(served, baseline))
     if found is not None:
         return found
-    ready = retune_on(trace, baseline, current, config, options, note)
+    ready = retune_on(trace, baseline, served, config, options, note)
     space = ready.retune.space
     others = len(space.grid())
     note(f"traffic has shifted: predicting it at {space.current} and {others} others")
@@ -211,6 +216,19 @@ def check_traffic(
     if remark := ready.retune.predictor.info(space.ceiling).remark:
         note(remark)
     return checked
+
+
+def _configured(config: Config, baseline: Baseline) -> EngineLimits:
+    """Return the limits of a configuration that the profile speaks for. Raises: UsageError."""
+    values = engine_of_profile(baseline.profile, config).values
+    return ProfiledEngine(baseline.profile).current_limits(values)
+
+
+def _unlike_baseline(served: EngineLimits, baseline: Baseline) -> str:
+    """Say where what is served has other limits than what it is compared with, or nothing."""
+    if served == baseline.current:
+        return ""
+    return f", but the configuration has {served} and the baseline {baseline.current}"
 
 
 def check(drift: Drift, trace: Trace, retune: Retune, aim: Aim) -> Checked:

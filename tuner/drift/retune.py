@@ -94,15 +94,14 @@ class Ready:
 def retune_on(
     read: Trace,
     baseline: Baseline,
-    current: EngineLimits | None,
+    current: EngineLimits,
     config: Config,
     options: RetuneOptions,
     note: Callable[[str], None],
 ) -> Ready:
     """Return what the baseline's profile can predict of this traffic.
 
-    `current` is None where the configuration that is named says it. `note` receives what there
-    is to say of requests that are too long.
+    `note` receives what there is to say of requests that are too long.
 
     Raises: ShadowError if the profile does not fit here; TunerError.
     """
@@ -112,7 +111,7 @@ def retune_on(
     trace, message = fit_lengths(read, facts.max_model_len, options.too_long)
     if message:
         note(message)
-    space = search_space(facts, trace, options.ladder, current or facts.current_limits)
+    space = search_space(facts, trace, options.ladder, current)
     space = replace(space, reach=options.reach)
     aim = options.aim(baseline, trace)
     # What would be deployed: an engine that starts with the setting itself.
