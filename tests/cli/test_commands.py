@@ -387,6 +387,28 @@ def test_a_defect_of_ours_is_called_one(
     assert folder.is_dir()
 
 
+def test_a_file_that_nobody_may_write_is_refused_before_anything_starts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    # Who runs this as root may write anywhere.
+    monkeypatch.setattr(os, "access", lambda place, _: place != folder)
+    assert run(["--trace", "t.jsonl", "-o", "best.yaml"]) == 2
+    assert capsys.readouterr().err.startswith("error: -o best.yaml cannot be written")
+
+
+def test_a_result_is_written_whatever_the_locale(folder: Path) -> None:
+    tuned = TESTS.parent / "examples" / "demo" / "best.yaml"
+    done = subprocess.run(
+        [sys.executable, "-c", "from tuner.cli import main; main()", "emit", tuned],
+        cwd=folder,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert "sha256 b069b002…" in done.stdout.decode("utf-8")
+
+
 def test_a_closed_pipe_is_no_error(folder: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", "from tuner.cli import main; main()", "--help"],

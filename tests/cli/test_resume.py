@@ -282,6 +282,17 @@ def test_a_finished_run_is_resumed_to_the_same_end_with_its_secret_given_again(
     assert b"sk-secret" not in b"".join(p.read_bytes() for p in ended.iterdir())
 
 
+def test_what_was_found_is_told_where_the_file_cannot_be_written(
+    ended: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UsageError, match="/dev/full cannot be written") as shown:
+        job_on(ToySource(CROWDED), ["--resume", str(ended), *AGAIN, "-o", "/dev/full"])
+    assert f"tune emit {ended} --format vllm -o FILE" in shown.value.hint
+    err = capsys.readouterr().err
+    assert "\nlimited by: " in err
+    assert f"evidence in {ended}" in err
+
+
 def test_a_directory_without_a_run_cannot_be_resumed(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"holds no run to resume: run\.json is missing"):
         job_on(ToySource(), ["--resume", str(tmp_path)])

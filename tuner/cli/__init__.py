@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -84,6 +85,9 @@ def main() -> None:
         from click.shell_completion import shell_complete
 
         sys.exit(shell_complete(tune_command, {}, "tune", _COMPLETE, instruction))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Whatever the locale: YAML, JSON and HTML are read as UTF-8.
+        sys.stdout.reconfigure(encoding="utf-8")
     code = run(sys.argv[1:])
     hear_no_more()
     sys.exit(code)

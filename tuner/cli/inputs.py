@@ -6,6 +6,7 @@ Each command's own options hold some of these; below them nothing sees click's p
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -80,10 +81,20 @@ def check_named(paths: Sequence[str]) -> None:
 
 def check_output(output: Path | None) -> None:
     """Refuse an -o that cannot be a file before anything is done for it. Raises: UsageError."""
-    if output is not None and output.is_dir():
+    if output is None:
+        return
+    if output.is_dir():
         raise UsageError(f"-o {output}: that is a folder", "name a file in it")
-    if output is not None and not output.resolve().parent.is_dir():
+    folder = output.resolve().parent
+    if not folder.is_dir():
         raise UsageError(f"-o {output}: its folder does not exist", "make it, or name another")
+    # A file is put in the place of the old one; what is none, as /dev/stdout, is written to.
+    is_device = output.exists() and not output.is_file()
+    if not os.access(output if is_device else folder, os.W_OK):
+        raise UsageError(
+            f"-o {output} cannot be written: nothing may be put there",
+            "name a file in another folder, or see to the rights of this one",
+        )
 
 
 @dataclass(frozen=True, slots=True)

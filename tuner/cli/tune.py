@@ -200,14 +200,22 @@ def _interrupted(job: Job, result: RunResult | None) -> None:
 
 
 def _emit(job: Job, result: RunResult) -> None:
-    """Write what was asked for to -o or standard output."""
+    """Write what was asked for to -o or standard output, and say what was found.
+
+    Raises: UsageError if the file cannot be written, once the rest is said.
+    """
     path, output = job.run.run_path, job.output
     evidence = f"evidence in {path}, to look at: {path / REPORT_FILE}"
     rec = recommendation_of(result, job.run.engine.deployed_values, path)
     text = emit(job.chosen, rec, Names(output.name if output else ""))
-    if output is not None:
-        write_atomic(output, text, secret=holds_secrets(job.chosen, rec))
-        show_outcome(result, f"written to {output}; {evidence}")
-    else:
+    if output is None:
         sys.stdout.write(text)
         show_outcome(result, evidence)
+        return
+    again = f"tune emit {path} --format {job.chosen} -o FILE writes it elsewhere"
+    try:
+        write_atomic(output, text, secret=holds_secrets(job.chosen, rec), hint=again)
+    except UsageError:
+        show_outcome(result, evidence)
+        raise
+    show_outcome(result, f"written to {output}; {evidence}")
