@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 
 from support.result_parts import CHANGE, CURRENT, GIVEN, GOAL, MEASURED, WINNER, made
+from tuner.cli.displays import show_outcome
 from tuner.emit.comments import comments
 from tuner.errors import Caveat
 from tuner.run.outcome import RunFindings, make_outcome
 from tuner.run.result import ColdConfirmation
+from tuner.search.judging import why_of
 from tuner.search.objective import Score, Tier
 from tuner.search.race import OTHER_TRAFFIC, UNFINISHED, Odds, RaceDecision, RaceVerdict
 from tuner.search.trials import Phase, Trial
@@ -52,6 +54,20 @@ def test_what_decided_is_told_where_no_row_has_it(metric: str, said: str) -> Non
     odds = Odds(0.99, None, 1.0, 0.25, 0.98, basis="this")
     lines = comments(made(replace(CHANGE, metric=metric, odds=odds)), "best.yaml", "runs/x")
     assert [line for line in lines if line.startswith("decided by")] == [said] * bool(said)
+
+
+@pytest.mark.parametrize(("high", "is_told"), [(1.1, True), (0.9, False)])
+def test_a_change_that_does_not_gain_for_sure_says_what_it_is_for(
+    high: float, is_told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odds = Odds(1.0, None, 1.0, 0.5, 1.0, meets_more=True)
+    why = why_of(odds, 0.9, is_same=False)
+    found = made(replace(CHANGE, gain=Estimate(0.88, 0.8, high, 9), odds=odds, why=why))
+    show_outcome(found, "")
+    (head,) = (x for x in capsys.readouterr().err.splitlines() if x.startswith("change to"))
+    said = "it sustains the load with probability 0.9, which the current one does not"
+    assert head.endswith(f": {said}") is is_told
+    assert (f"why: {said}" in comments(found, "best.yaml", "runs/x")) is is_told
 
 
 def test_where_a_capacity_decides_each_is_told_at_its_own_largest_load() -> None:

@@ -274,7 +274,8 @@ def _show_advice(outcome: RunResult, advice: Advice) -> None:
         say(outcome.knobs.together)
         say("the limits alone:")
     if advice.is_change:
-        say(f"change to {_words(advice.limits)} (current: {_words(outcome.current)})")
+        why = f": {advice.for_bounds}" if advice.for_bounds else ""
+        say(f"change to {_words(advice.limits)} (current: {_words(outcome.current)}){why}")
     else:
         say(f"keep what you have: {_words(advice.limits)} ({advice.why})")
     if advice.shown != outcome.current:

@@ -47,6 +47,7 @@ def comments(result: RunResult, file_name: str, run_dir: str) -> list[str]:
     if knobs is not None and knobs.is_deployed:
         lines += [knobs.together, set_beside(knobs.deployed), "the limits alone:"]
     if advice.is_change:
+        lines += [f"why: {advice.for_bounds}"] if advice.for_bounds else []
         lines += [f"against the current {before}{result.at_which_load}:", *rows]
     else:
         lines.append(f"KEEP WHAT YOU HAVE: {before}; {advice.why}")

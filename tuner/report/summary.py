@@ -87,7 +87,7 @@ def _gain(run: RunFiles) -> list[str]:
         against = f"against the current {limits_words(run.current)}"
         gain = gain_words(result, advice)
         first = f"{gain} {against}" if gain else f"better {against}: {advice.why}"
-        return [first, *_odds(advice)]
+        return [first, *filter(None, [advice.for_bounds]), *_odds(advice)]
     if run.shown == run.current:
         return [advice.why, *_odds(advice)]
     best = f"the best that was found is {limits_words(run.shown)}"

@@ -105,6 +105,14 @@ class Advice(LimitsRecord):
         return self.limits if self.is_change else self.best_measured
 
     @property
+    def for_bounds(self) -> str:
+        """Why to change where what decides does not surely gain by it; empty where it does."""
+        if not self.is_change or self.odds is None or not self.odds.meets_more:
+            return ""
+        _, worst = self.gain_interval or (None, None)
+        return "" if worst is not None and worst < 0 else f"it {self.why}"
+
+    @property
     def gain_text(self) -> str:
         """By how much the latency or rate that decided changes; empty where neither did."""
         metric = self.gain_metric
