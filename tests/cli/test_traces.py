@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,8 @@ def test_one_file_is_an_object_and_several_are_a_list(prod: Path, capsys: Output
     assert one["rows"] == 100
     for found in inspected(capsys, prod, prod):
         assert (found["rows"], found["source"]) == (100, "prod.jsonl")
-    assert inspected(capsys, prod, prod, "--together")["rows"] == 200
+    twin = shutil.copy(prod, prod.with_name("twin.jsonl"))
+    assert inspected(capsys, prod, twin, "--together")["rows"] == 200
 
 
 def test_a_description_for_people_names_the_same_facts(prod: Path, capsys: Output) -> None:
@@ -71,7 +73,8 @@ def test_a_trace_is_cut_scaled_thinned_and_merged(prod: Path, capsys: Output) ->
     assert reshaped("slice", str(prod), "--rows", "5:8") == (3, 2.0)
     assert reshaped("scale", str(prod), "--load", "2") == (200, 99.0)
     assert reshaped("thin", str(prod), "--replicas", "4", "--router", "round-robin") == (25, 96)
-    assert reshaped("merge", str(prod), str(prod)) == (200, 99.0)
+    twin = shutil.copy(prod, prod.with_name("twin.jsonl"))
+    assert reshaped("merge", str(prod), str(twin)) == (200, 99.0)
     assert reshaped("convert", str(prod)) == (100, 99.0)
 
 

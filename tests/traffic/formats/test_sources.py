@@ -239,6 +239,16 @@ def test_options_for_what_is_in_none_of_the_files_are_refused(tmp_path: Path) ->
         read_traces([plain, hashed], sessions_over_s=60.0)
 
 
+def test_a_file_that_is_named_twice_does_not_come_twice(tmp_path: Path) -> None:
+    row = '{"arrived_at_s": 0, "input_length": 5, "output_length": 7}\n'
+    recorded = written(tmp_path, row, "recorded.jsonl")
+    with pytest.raises(UsageError, match=r"recorded.jsonl and .*recorded.jsonl are the same"):
+        read_traces([tmp_path, recorded])
+    (tmp_path / "latest.jsonl").symlink_to(recorded)
+    with pytest.raises(UsageError, match=r"latest.jsonl and .*recorded.jsonl are the same"):
+        read_traces([tmp_path])
+
+
 def test_files_that_number_their_blocks_from_zero_share_them_in_a_named_folder_alone(
     tmp_path: Path,
 ) -> None:

@@ -132,10 +132,12 @@ def read_traces(
     is None over the median length of a session.
 
     Raises: TraceError if a file or a line of it is wrong, or they do not fit together;
-        UsageError for an unknown name.
+        UsageError for an unknown name, and for a file that is named twice.
     """
     options = options if options is not None else ReadOptions()
-    read, without = _read_all([expand([path]) for path in paths], format, options)
+    sets = [expand([path]) for path in paths]
+    _check_once([path for files in sets for path in files])
+    read, without = _read_all(sets, format, options)
     traces = _scoped(read)
     if spread_seed is not None:
         traces = _spread_out(traces, spread_seed)
@@ -155,6 +157,18 @@ def read_traces(
             message = f"{len(traces)} recordings with clocks of their own begin together"
             trace = replace(trace, notes=trace.notes.with_remark(message))
     return replace(trace, notes=trace.notes.with_remark(without))
+
+
+def _check_once(paths: Sequence[Path]) -> None:
+    """Refuse a file that comes twice, whose load would be doubled. Raises: UsageError."""
+    seen: dict[Path, Path] = {}
+    for path in paths:
+        first = seen.setdefault(path.resolve(), path)
+        if first is not path:
+            raise UsageError(
+                f"{first} and {path} are the same file, whose requests would come twice",
+                "name it once: by itself or by its folder; --load 2 brings twice the requests",
+            )
 
 
 def _read_all(
