@@ -21,7 +21,7 @@ from support.toy_tune import command, lines_of, wait_for, worker_on, write_trace
 from tuner.errors import TraceError, UsageError
 from tuner.redact import redacted
 from tuner.run.journal import Journal
-from tuner.run.options import TuningOptions
+from tuner.run.options import Method, TuningOptions
 from tuner.run.start import prepare
 from tuner.run.stored import StoredOptions
 from tuner.shadow.profiles import write_profile
@@ -148,6 +148,37 @@ def test_a_worker_refuses_to_measure_on_another_kind_of_machine(tmp_path: Path) 
     )
     with pytest.raises(UsageError, match="begun with device another toy, here is toy"):
         worker_on(ToySource(), ["--storage", url, "--run", str(tmp_path)])
+
+
+def test_a_worker_takes_the_configuration_of_the_run_alone(tmp_path: Path) -> None:
+    trace, config = write_trace(tmp_path / "t.jsonl", n=60), tmp_path / "current.yaml"
+    config.write_text("model: toy\n")
+    begun_with = prepare(TuningOptions(str(trace), config=config))
+    record = a_record(begun_with.traffic.trace.sha256, trace=str(trace), config=config)
+    record = msgspec.structs.replace(record, config_sha256=begun_with.engine.config_sha256)
+    (tmp_path / "run.json").write_bytes(msgspec.json.encode(record))
+    url = f"sqlite:///{tmp_path / 's.db'}"
+    journal = Journal(url, "study")
+    journal.set_state("done")
+    journal.close()
+    arguments = ["--storage", url, "--run", str(tmp_path)]
+    config.rename(tmp_path / "moved.yaml")
+    config.write_text("model: another\n")
+    with pytest.raises(UsageError, match="not the configuration that the run was begun with"):
+        worker_on(ToySource(), arguments)
+    moved = ["--config", str(tmp_path / "moved.yaml")]
+    assert worker_on(ToySource(), [*arguments, *moved]) == 0
+    # Nothing was left to do, and no engine was started for it.
+    assert not list(tmp_path.glob("worker-*.log"))
+
+
+def test_a_run_of_predictions_has_nothing_for_workers(tmp_path: Path) -> None:
+    write_profile(tmp_path / "profile.yaml", a_profile())
+    profile = str(tmp_path / "profile.yaml")
+    record = a_record("", method=Method.SHADOW, profile=profile)
+    (tmp_path / "run.json").write_bytes(msgspec.json.encode(record))
+    with pytest.raises(UsageError, match="a run of predictions alone"):
+        worker_on(ToySource(), ["--storage", "sqlite://", "--run", str(tmp_path)])
 
 
 def test_a_worker_needs_neither_prices_nor_secrets_of_the_run(tmp_path: Path) -> None:

@@ -387,6 +387,7 @@ def replay(**params: Any) -> int:
 @file_option(
     "--trace", multiple=True, help="Where the run's trace is on this machine; repeatable."
 )
+@file_option("--config", help="Where the run's configuration is on this machine.")
 def worker(**params: Any) -> int:
     """Help a run from another machine of the same kind, with an engine of its own.
 

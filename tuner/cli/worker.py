@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Self
 
 from tuner.cli.console import say
-from tuner.cli.options import Params
+from tuner.cli.options import Params, path_of
 from tuner.engine.protocol import EngineSource
 from tuner.run.worker import work
 
@@ -16,13 +16,14 @@ from tuner.run.worker import work
 class WorkerOptions:
     """Which run is helped.
 
-    `storage` is the Optuna storage of the run. `files` are the run's trace on this machine,
-    none where it lies at the same place.
+    `storage` is the Optuna storage of the run. `files` are the run's trace on this machine and
+    `config` its configuration, none where they lie at the same place.
     """
 
     storage: str
     run_dir: Path
     files: tuple[str, ...]
+    config: Path | None
 
     @classmethod
     def parse(cls, params: Params) -> Self:
@@ -31,6 +32,7 @@ class WorkerOptions:
             storage=params["storage"],
             run_dir=Path(params["run_dir"]),
             files=tuple(params["trace"]),
+            config=path_of(params["config"]),
         )
 
 
@@ -39,6 +41,6 @@ def run_worker(options: WorkerOptions, source: EngineSource | None = None) -> in
 
     The engine is the installed vLLM's matter unless a source is given.
     """
-    done = work(options.run_dir, options.storage, options.files, say, source)
+    done = work(options.run_dir, options.storage, options.files, say, source, options.config)
     say(f"the run is over; {done} rounds were replayed here")
     return 0

@@ -18,8 +18,9 @@ from tuner.replay.process import EngineProcess
 from tuner.replay.runner import EngineRunner
 from tuner.run.inputs import fit_lengths
 from tuner.run.journal import Journal
+from tuner.run.options import Method
 from tuner.run.rounds import POLL_S, STEPS, packed, replay_round, workloads_of
-from tuner.run.start import aim_of, prepare
+from tuner.run.start import PreparedRun, aim_of, prepare
 from tuner.run.stored import RunRecord, read_record
 from tuner.search.budget import Aim
 from tuner.search.trials import Phase
@@ -29,6 +30,9 @@ from tuner.traffic.traces import Trace
 # dead one never does.
 PATIENCE_S = 900.0
 
+_OVER = "done"
+"""What a run says of itself once it has its answer."""
+
 
 def work(
     folder: Path,
@@ -36,25 +40,29 @@ def work(
     files: Sequence[str],
     note: Callable[[str], None],
     source: EngineSource | None = None,
+    config: Path | None = None,
 ) -> int:
     """Replay rounds of the run in a folder until it is over; return how many.
 
-    `files` are its trace on this machine, none where it lies at the same place.
+    `files` are its trace on this machine and `config` its configuration, none where they lie at
+    the same place.
 
-    Raises: UsageError if it is another run's trace or another kind of machine; EngineError.
+    Raises: UsageError if it is another run's trace or configuration, another kind of machine,
+        or a run without rounds; EngineError.
     """
     record = read_record(folder)
-    given = {"trace": tuple(files)} if files else {}
+    if record.options.method is Method.SHADOW:
+        raise UsageError(f"{folder} is a run of predictions alone, which has no rounds to take")
+    given: dict[str, object] = {"trace": tuple(files)} if files else {}
+    given |= {} if config is None else {"config": str(config)}
     options = record.options.without_secrets().restored(folder, given)
     prepared = prepare(options, serves=False)
-    if prepared.traffic.trace.sha256 != record.trace_sha256:
-        raise TraceError(
-            f"{prepared.traffic.trace.source} is not the trace that the run was begun with",
-            "name its place on this machine with --trace",
-        )
+    _check_same(record, prepared)
     journal = Journal(storage, record.study, join=True, note=note)
     log = folder / f"worker-{socket.gethostname()}-{os.getpid()}.log"
     try:
+        if journal.state == _OVER:
+            return 0
         live = source or LiveSource(options.is_greedy)
         with EngineProcess(live, log, options.start_timeout_s) as host:
             facts = host.facts(prepared.engine.values)
@@ -70,6 +78,22 @@ def work(
             return _Worker(journal, engine, trace, aim_of(options, trace), note).work()
     finally:
         journal.close()
+
+
+def _check_same(record: RunRecord, prepared: PreparedRun) -> None:
+    """Refuse the trace or the configuration of another run. Raises: TraceError, UsageError."""
+    if prepared.traffic.trace.sha256 != record.trace_sha256:
+        raise TraceError(
+            f"{prepared.traffic.trace.source} is not the trace that the run was begun with",
+            "name its place on this machine with --trace",
+        )
+    config = prepared.options.config
+    # What a program gave as data comes with the run, without its secrets.
+    if isinstance(config, str) and prepared.engine.config_sha256 != record.config_sha256:
+        raise UsageError(
+            f"{config} is not the configuration that the run was begun with",
+            "name its place on this machine with --config",
+        )
 
 
 def _check_alike(record: RunRecord, facts: EngineFacts) -> None:
@@ -98,7 +122,7 @@ class _Worker:
     def work(self) -> int:
         """Take rounds until the run is over; return how many were made here."""
         attempt, done, idle_since_s = uuid4().hex[:8], 0, time.monotonic()
-        while self.journal.state != "done":
+        while self.journal.state != _OVER:
             if self._round(attempt):
                 done, idle_since_s = done + 1, time.monotonic()
             elif time.monotonic() - idle_since_s > PATIENCE_S:
