@@ -234,6 +234,16 @@ def test_a_model_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     assert "hint:  " in done.stderr
 
 
+def test_a_model_that_is_looked_for_from_another_folder_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    done = typed(tmp_path, "--trace", str(TRACE), "--model", "tuner/demo_model")
+    assert done.returncode == 2, done.stderr
+    assert "error: vLLM refuses the model or its options" in done.stderr
+    assert f"hint:  tuner/demo_model is no folder in {tmp_path}" in done.stderr
+
+
 def test_an_engine_that_cannot_start_is_reported_in_its_own_words(tmp_path: Path) -> None:
     arguments = ("--trace", str(TRACE), "--engine-arg", "kv-cache-memory-bytes=1000")
     done = typed(tmp_path, *arguments)

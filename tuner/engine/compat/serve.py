@@ -12,6 +12,7 @@ import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 from tuner.engine.demo import is_demo_model
@@ -164,13 +165,15 @@ def parse_serve_values(values: Mapping[str, object]) -> Any:
     Keys that only the API server knows (port, api-key, …) are accepted and have no effect on
     the engine.
 
-    Raises: UsageError naming the key or value that vLLM refuses.
+    Raises: UsageError naming the key or value that vLLM refuses; RefusedConfigError where it
+        looks for the model at once, as without a network, and finds none.
     """
     parser = _parser()
     from vllm.engine.arg_utils import EngineArgs
 
     arguments = parser.parse_args(to_argv(values))
-    return EngineArgs.from_cli_args(arguments)
+    with _in_its_own_words(arguments.model):
+        return EngineArgs.from_cli_args(arguments)
 
 
 def flag_help(key: str) -> str:
@@ -241,12 +244,22 @@ def resolve_config(engine_args: Any) -> Any:
     """
     from vllm.usage.usage_lib import UsageContext
 
-    try:
+    with _in_its_own_words(engine_args.model):
         return engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+
+
+@contextmanager
+def _in_its_own_words(model: str) -> Iterator[None]:
+    """Raise RefusedConfigError with vLLM's own words when it refuses a model or its options."""
+    try:
+        yield
     except (ValueError, TypeError, OSError, NotImplementedError) as refused:
+        where = ""
+        if isinstance(refused, OSError) and not Path(model).exists():
+            where = f"{model} is no folder in {Path.cwd()}, so that a hub was asked for it; "
         raise RefusedConfigError(
             f"vLLM refuses the model or its options: {first_line(refused)}",
-            "check --model, --config and --engine-arg; the engine's log has all of it",
+            f"{where}check --model, --config and --engine-arg; the engine's log has all of it",
         ) from refused
 
 
