@@ -21,6 +21,7 @@ from tuner.replay.plan import ReplayPlan
 from tuner.shadow.calibration import StatedError
 from tuner.shadow.derived.derive import PREPARING_S, SEEN_HOST, derive
 from tuner.shadow.derived.gpus import GPUS, gpu_of
+from tuner.shadow.derived.models import ModelConfig
 from tuner.shadow.derived.wanted import Wanted
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiled import ProfiledEngine
@@ -297,6 +298,51 @@ def test_a_model_that_was_trained_further_has_the_layers_of_the_one_that_is_know
     assert ProfiledEngine(base.profile).unlike({"model": f"{named}-FP8"})
     measured = replace(base.profile, origin="")
     assert "made with model" in ProfiledEngine(measured).unlike({"model": named})[0]
+
+
+def test_weights_of_other_bits_are_told_from_those_of_the_same_name(tmp_path: Path) -> None:
+    ready = ProfiledEngine(read_profile(Path("meta-llama-3.1-8b.1xh100_sxm")))
+    folder = tmp_path / "Llama-3.1-8B-Instruct"
+    assert ready.unlike({"model": a_config(folder)}) == []
+    awq = {"quant_method": "awq", "bits": 4}
+    (told,) = ready.unlike({"model": a_config(folder, quantization_config=awq)})
+    assert re.search(rf"not quantised, those in {folder} are quantised \(awq\)", told)
+    (folder / "config.json").unlink()
+    (tmp_path / "other").mkdir()
+    fp8 = {"quant_method": "fp8", "activation_scheme": "static"}
+    config = a_config(tmp_path / "other" / folder.name, quantization_config=fp8)
+    made = ProfiledEngine(derive(Wanted(gpu_of("h200"), config)).profile)
+    assert made.unlike({"model": config}) == []
+    assert "quantised weights" in made.unlike({"model": a_config(folder)})[0]
+
+
+@pytest.mark.parametrize(
+    ("rope", "longest", "usual"),
+    [
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 32768, 32768),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2}}, 16384, 16384),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 8192, 8192),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 8192, 8192),
+        ({"rope_scaling": {"type": "linear", "factor": None}}, 8192, 8192),
+        (
+            {"rope_scaling": {"type": "su"}, "original_max_position_embeddings": 4096},
+            8192,
+            4096,
+        ),
+    ],
+)
+def test_a_request_may_be_as_long_as_in_vllm(
+    tmp_path: Path, rope: dict[str, object], longest: int, usual: int
+) -> None:
+    config = ModelConfig.of(a_config(tmp_path, **rope))
+    assert (config.longest, config.usual_length) == (longest, usual)
+
+
+@pytest.mark.parametrize("factor", ["4", 0, True])
+def test_a_factor_that_is_none_is_refused(tmp_path: Path, factor: object) -> None:
+    rope = {"rope_type": "linear", "factor": factor}
+    with pytest.raises(UsageError, match="factor of rotary positions"):
+        _ = ModelConfig.of(a_config(tmp_path, rope_scaling=rope)).longest
 
 
 def test_what_is_not_known_is_refused_with_the_nearest(tmp_path: Path) -> None:

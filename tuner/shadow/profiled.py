@@ -6,7 +6,7 @@ that one runs now.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from tuner.engine.compat import serve
@@ -18,6 +18,7 @@ from tuner.engine.serve_config import limits as limits_of
 from tuner.errors import Caveat, ShadowError
 from tuner.redact import REDACTED, redacted
 from tuner.shadow.calibration import StatedError
+from tuner.shadow.derived.models import ABOUT_QUANTISED, layers_of, quantisation_of
 from tuner.shadow.profiles import Profile, check_fits
 
 # Keys of a configuration that change nothing of what a profile says: the two tuned limits,
@@ -32,12 +33,6 @@ _FREE_KEYS = frozenset(
         *("ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "hf-token", "download-dir"),
     }
 )
-
-
-# What names of models end with that were trained further on the same layers, and two names of
-# the same layers: as their publishers have them.
-_TRAINED_FURTHER = ("-instruct", "-chat", "-it", "-base", "-hf")
-_SAME_LAYERS = {"llama-3.3-70b": "llama-3.1-70b"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +96,26 @@ class ProfiledEngine:
         if "model" not in here:
             # A few keys and no whole configuration: what is not named is the profile's.
             stored = {key: value for key, value in stored.items() if key in here}
-        return [
+        differing = [
             f"the profile was made with {key}: {stored.get(key, 'not set')}, "
             f"here it is {here.get(key, 'not set')}"
             for key in sorted(here.keys() | stored.keys())
             if not self._is_alike(key, str(stored.get(key)), str(here.get(key)))
         ]
+        return [*differing, *self._unlike_weights(here)]
+
+    def _unlike_weights(self, values: Mapping[str, object]) -> Iterator[str]:
+        """Yield how the weights in a folder here depart from those of the tables.
+
+        A folder may have the name of a model whose weights have other bits.
+        """
+        model = str(values.get("model", ""))
+        here = quantisation_of(model) if self.profile.origin else None
+        is_quantised = ABOUT_QUANTISED in self.profile.doubts
+        if here is not None and bool(here) is not is_quantised:
+            there = "quantised weights" if is_quantised else "weights that are not quantised"
+            is_what = f"quantised ({here})" if here else "not"
+            yield f"the profile was made with {there}, those in {model} are {is_what}"
 
     def _is_alike(self, key: str, stored: str, here: str) -> bool:
         """Whether a profile says the same of both; tables know layers, not what they learnt."""
@@ -120,20 +129,6 @@ class ProfiledEngine:
         """
         (seqs, tokens), known = limits_of(values), self.profile.current_limits
         return EngineLimits(seqs or known.max_num_seqs, tokens or known.max_num_batched_tokens)
-
-
-def layers_of(model: str) -> str:
-    """Return the same for all models of a name that differ in what they were trained on alone.
-
-    >>> layers_of("meta-llama/Llama-3.1-8B-Instruct"), layers_of("/models/Meta-Llama-3.1-8B")
-    ('llama-3.1-8b', 'llama-3.1-8b')
-    >>> layers_of("nvidia/Llama-3.1-70B-Instruct-FP8")
-    'llama-3.1-70b-instruct-fp8'
-    """
-    name = model.rstrip("/").rpartition("/")[2].lower().removeprefix("meta-")
-    for end in _TRAINED_FURTHER:
-        name = name.removesuffix(end)
-    return _SAME_LAYERS.get(name, name)
 
 
 def _telling(values: Mapping[str, object]) -> dict[str, object]:

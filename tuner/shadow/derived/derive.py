@@ -211,7 +211,7 @@ def _shape(wanted: Wanted, config: ModelConfig) -> EngineShape:
             "data_parallel_size": 1,
         },
         vocab_size=config.integer("vocab_size", 32000),
-        max_model_len=wanted.max_model_len or longest,
+        max_model_len=wanted.max_model_len or config.usual_length,
         block_size=served.block_size,
         kv_kind=SUPPORTED_KV[0],
         prefix_caching=served.prefix_caching,

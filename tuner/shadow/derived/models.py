@@ -13,7 +13,6 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from tuner.errors import UsageError
-from tuner.shadow.profiled import layers_of
 
 LIBRARY: Final = "aiconfigurator-core"
 INSTALL: Final = "pip install 'max-num-seqs-tuner[predict]'"
@@ -34,6 +33,21 @@ _OTHER_ATTENTION: Final[Mapping[str, str]] = {
 }
 _EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
 _DTYPES: Final = frozenset({"bfloat16", "float16"})
+# What names of models end with that were trained further on the same layers, and two names of
+# the same layers: as their publishers have them.
+_TRAINED_FURTHER = ("-instruct", "-chat", "-it", "-base", "-hf")
+_SAME_LAYERS = {"llama-3.3-70b": "llama-3.1-70b"}
+# Kinds of rotary positions where max_position_embeddings says how far they reach once scaled.
+_LONG_ROPE: Final = ("su", "longrope")
+_SCALED: Final = (
+    *_LONG_ROPE,
+    *("llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling"),
+)
+ABOUT_QUANTISED: Final = (
+    "quantised weights: between the sizes that the tables hold, batches of 130 to 2,000 tokens "
+    "come out up to 1.9 times too long"
+)
+"""The doubt of all profiles that are derived for quantised weights."""
 
 
 def library(name: str) -> Any:  # noqa: ANN401 - untyped, and not there everywhere
@@ -102,8 +116,51 @@ class ModelConfig:
 
     @property
     def longest(self) -> int:
-        """How many tokens a request may have. Raises: UsageError."""
-        return self.integer("max_position_embeddings", 8192)
+        """How many tokens a request may have. Raises: UsageError.
+
+        Source: vLLM config/model.py, _get_and_verify_max_len, 0.32.
+        """
+        return int(self.integer("max_position_embeddings", 8192) * self._stretch)
+
+    @property
+    def usual_length(self) -> int:
+        """How many tokens a request may have where nobody names it. Raises: UsageError.
+
+        Source: as of `longest`.
+        """
+        if any(_kind_of(rope) in _LONG_ROPE for rope in self._ropes):
+            return self.integer("original_max_position_embeddings", self.longest)
+        return self.longest
+
+    @property
+    def _stretch(self) -> float:
+        """By how much its rotary positions reach further than it says. Raises: UsageError.
+
+        A Gemma 3 says what they reach.
+        """
+        if "gemma3" in str(self.content.get("model_type")):
+            return 1.0
+        factors = [
+            rope["factor"]
+            for rope in self._ropes
+            if rope.get("factor") is not None and _kind_of(rope) not in _SCALED
+        ]
+        # Where kinds of layers have each its own, all are scaled alike.
+        factor = factors[-1] if factors else 1
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or factor <= 0:
+            raise UsageError(
+                f"{self.files[CONFIG]}: a factor of rotary positions is {factor!r}, expected a "
+                "number above 0",
+                "take the file as the model's publisher has it",
+            )
+        return float(factor)
+
+    @property
+    def _ropes(self) -> list[dict[str, Any]]:
+        """What is said of rotary positions, once for each kind of layers that differ in it."""
+        said = self.content.get("rope_parameters") or self.content.get("rope_scaling")
+        inner = [each for each in _mapping(said).values() if isinstance(each, dict)]
+        return inner or [_mapping(said)]
 
     @property
     def has_experts(self) -> bool:
@@ -114,6 +171,12 @@ class ModelConfig:
     def is_quantised(self) -> bool:
         """Whether its weights have fewer bits than what is computed with."""
         return bool(self._quantisation)
+
+    @property
+    def quantised_by(self) -> str:
+        """What its weights were quantised by, as its files call it."""
+        found = self._quantisation
+        return str(found.get("quant_method") or found.get("quant_algo") or "otherwise")
 
     @property
     def _quantisation(self) -> Mapping[str, Any]:
@@ -202,10 +265,7 @@ class ModelConfig:
         if heads and heads == self.integer("num_key_value_heads", otherwise):
             yield "every head has keys of its own: published points are 8 to 33 % faster"
         if self.is_quantised:
-            yield (
-                "quantised weights: between the sizes that the tables hold, batches of 130 to "
-                "2,000 tokens come out up to 1.9 times too long"
-            )
+            yield ABOUT_QUANTISED
 
     @contextmanager
     def folder(self) -> Iterator[str]:
@@ -214,6 +274,37 @@ class ModelConfig:
             for file, path in self.files.items():
                 (Path(name) / file).write_bytes(path.read_bytes())
             yield name
+
+
+def layers_of(model: str) -> str:
+    """Return the same for all models of a name that differ in what they were trained on alone.
+
+    >>> layers_of("meta-llama/Llama-3.1-8B-Instruct"), layers_of("/models/Meta-Llama-3.1-8B")
+    ('llama-3.1-8b', 'llama-3.1-8b')
+    >>> layers_of("nvidia/Llama-3.1-70B-Instruct-FP8")
+    'llama-3.1-70b-instruct-fp8'
+    """
+    name = model.rstrip("/").rpartition("/")[2].lower().removeprefix("meta-")
+    for end in _TRAINED_FURTHER:
+        name = name.removesuffix(end)
+    return _SAME_LAYERS.get(name, name)
+
+
+def quantisation_of(model: str) -> str | None:
+    """Return how weights in a folder are quantised, "" where not, None for no such folder.
+
+    Raises: UsageError if the configuration there cannot be read.
+    """
+    if not model or not (Path(model) / CONFIG).is_file():
+        return None
+    config = ModelConfig.of(model)
+    if not config.is_quantised:
+        return "in compression_config" if "compression_config" in config.content else ""
+    return config.quantised_by
+
+
+def _kind_of(rope: Mapping[str, Any]) -> object:
+    return rope.get("rope_type", rope.get("type"))
 
 
 def _mapping(value: object) -> dict[str, Any]:
