@@ -95,6 +95,16 @@ def facts_of(model: Path, **more: object) -> frozenset[Caveat]:
     return LiveSource().facts(values).caveats
 
 
+@pytest.mark.parametrize("key", ["max-model-len", "max_model_len"])
+@pytest.mark.parametrize("length", ["Auto", -1])
+def test_a_length_that_every_start_chooses_anew_is_refused(
+    model: Path, key: str, length: object
+) -> None:
+    with pytest.raises(UsageError, match="fit it to the KV cache at each start") as caught:
+        facts_of(model, **{key: length})
+    assert "/v1/models" in caught.value.hint
+
+
 def test_random_text_is_a_reason_to_doubt_experts_and_drafts_only(model: Path) -> None:
     assert facts_of(model) == frozenset()
     drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}

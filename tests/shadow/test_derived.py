@@ -175,6 +175,7 @@ def test_a_window_that_is_not_used_is_none(tmp_path: Path) -> None:
         ("gpu-memory-utilization", "lots", "lots is no share"),
         ("tensor-parallel-size", "auto", "auto is no whole number"),
         ("enforce-eager", "maybe", "maybe is neither true nor false"),
+        ("max-model-len", "auto", "max-model-len: auto lets vLLM fit it"),
         ("max-model-len", 1_000_000, "more than the 8192 of the model"),
         ("scheduler-cls", "my.Scheduler", r"scheduler-cls: my\.Scheduler changes .* schedule"),
         ("max-num-queued-reqs", 5, "max-num-queued-reqs: 5 changes"),

@@ -15,6 +15,7 @@ from tuner.engine.compat import serve
 from tuner.engine.guards import ProgressGuard, check_busy, check_idle, check_new_limits
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineFacts, EngineInfo, Prompt, Step
+from tuner.engine.serve_config import check_length
 from tuner.engine.shape import EngineShape
 from tuner.errors import EngineError
 
@@ -171,8 +172,10 @@ class LiveSource:
     def facts(self, values: Mapping[str, object]) -> EngineFacts:
         """Let vLLM resolve the configuration.
 
-        Raises: UsageError if it refuses it, or the model does not generate text.
+        Raises: UsageError if it refuses it, it leaves the longest request to the start, or
+            the model does not generate text.
         """
+        check_length(values)
         engine_args = serve.parse_serve_values(values)
         config = serve.resolve_config(engine_args)
         serve.check_generates(config)

@@ -395,6 +395,26 @@ def limits(values: Mapping[str, object]) -> tuple[int | None, int | None]:
     )
 
 
+def check_length(values: Mapping[str, object]) -> None:
+    """Refuse a length of requests that vLLM chooses anew at each start.
+
+    Started at other limits than the server, an engine would take other requests than it does.
+
+    Raises: UsageError.
+    Source: vLLM vllm/utils/argparse_utils.py, human_readable_int_or_auto, and
+        vllm/v1/core/kv_cache_utils.py, _auto_fit_max_model_len.
+    """
+    spelled = {hyphenated(key): value for key, value in values.items()}
+    length = str(spelled.get("max-model-len", "")).strip().lower()
+    if length in {"auto", "-1"}:
+        raise UsageError(
+            f"max-model-len: {length} lets vLLM fit it to the KV cache at each start, so that "
+            "an engine of other limits takes other requests",
+            "write the number that the server has now, max_model_len in its /v1/models; "
+            "a number holds for all limits, so keep it in what you deploy",
+        )
+
+
 def _load(path: Path) -> object:
     """Return what stands in the YAML file."""
     if path.suffix not in {".yaml", ".yml"}:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final, Self
 
 from tuner.engine.limits import EngineLimits
-from tuner.engine.serve_config import human_integer, hyphenated, limits, twin
+from tuner.engine.serve_config import check_length, human_integer, hyphenated, limits, twin
 from tuner.errors import UsageError
 from tuner.shadow.derived.gpus import Gpu
 
@@ -121,6 +121,7 @@ class _Values:
 
     def check(self) -> None:
         """Refuse what is not predicted. Raises: UsageError."""
+        check_length(self.values)
         for key, allowed in _ONLY.items():
             value = self.values.get(key)
             is_switch = allowed == (False,)
