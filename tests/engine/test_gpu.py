@@ -133,6 +133,8 @@ def test_memory_that_nobody_here_holds_is_named_too(nvml: FakeNvml) -> None:
         (None, {}, 1),
         (None, {"tensor-parallel-size": 2}, 2),
         ("3,1", {"tensor_parallel_size": "2"}, 2),
+        ("GPU-2c2", {}, 1),
+        ("GPU-2c2fa1d4-0000,GPU-1", {"tensor-parallel-size": 2}, 2),
         ("", {}, 0),
         ("9", {}, 0),
     ],
@@ -149,6 +151,30 @@ def test_the_gpus_that_cuda_shows_are_asked(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     gpus = Gpus.of(values)
     assert (0 if gpus is None else len(gpus.sample())) == count
+
+
+def test_a_gpu_that_is_not_known_for_sure_is_not_watched_and_that_is_told(
+    nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """CUDA counts the fastest first, the driver by slots: 0 may be the card of the display."""
+    nvml.says |= {"devices": 2, "names": ("NVIDIA T400", "NVIDIA H100 PCIe"), "used": 30 * GIB}
+
+    def told(**environment: str) -> tuple[str, ...]:
+        with monkeypatch.context() as here:
+            for name, value in environment.items():
+                here.setenv(name, value)
+            with EngineProcess(CudaSource(), tmp_path / "log") as host:
+                started = host.start({}, LIMITS)
+        is_told = any("no GPU is watched" in line for line in started.notes)
+        assert is_told is not bool(started.others)
+        return started.notes
+
+    assert any("CUDA_DEVICE_ORDER=PCI_BUS_ID" in line for line in told())
+    assert any("several kinds" in line for line in told(CUDA_VISIBLE_DEVICES="1"))
+    told(CUDA_DEVICE_ORDER="PCI_BUS_ID")
+    told(CUDA_VISIBLE_DEVICES="GPU-1c2fa")
+    unknown = told(CUDA_VISIBLE_DEVICES="GPU-7")
+    assert any("CUDA_VISIBLE_DEVICES=GPU-7 names one" in line for line in unknown)
 
 
 def test_nothing_is_known_without_the_library_or_a_driver(nvml: FakeNvml) -> None:

@@ -136,6 +136,7 @@ class FakeNvml:
     def __init__(self, **says: Any) -> None:
         self.says: dict[str, Any] = {
             "devices": 1,
+            "names": ("NVIDIA H100 80GB HBM3",),
             "clocks": (1755,),
             "power_mw": 612_400,
             "temperature": 71,
@@ -161,6 +162,22 @@ class FakeNvml:
         if index >= self.says["devices"]:
             raise FakeNvmlError("Invalid Argument")
         return index
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:  # noqa: N802 - as above
+        """Return the handle of a device, of which all of the UUID has to be named."""
+        for index in range(self.says["devices"]):
+            if self.nvmlDeviceGetUUID(index) == uuid:
+                return index
+        raise FakeNvmlError("Not Found")
+
+    def nvmlDeviceGetUUID(self, handle: int) -> str:  # noqa: N802 - as above
+        """Return the UUID of a device."""
+        return f"GPU-{handle}c2fa1d4-0000"
+
+    def nvmlDeviceGetName(self, handle: int) -> str:  # noqa: N802 - as above
+        """Return the name of a device."""
+        names: tuple[str, ...] = self.says["names"]
+        return names[handle % len(names)]
 
     def nvmlDeviceGetClockInfo(self, _handle: int, _kind: int) -> int:  # noqa: N802 - as above
         """Return the next clock."""

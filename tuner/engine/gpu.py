@@ -20,6 +20,14 @@ from tuner.engine.serve_config import hyphenated
 
 EVERY_S: Final = 0.5
 """How often the driver is asked: ours; it averages power over about a second."""
+_UNKNOWN: Final = (
+    "no GPU is watched: CUDA_VISIBLE_DEVICES={} names one that the driver does not know"
+)
+_OTHER_ORDER: Final = (
+    "no GPU is watched: there are several kinds here, which CUDA counts fastest first and the "
+    "driver by their slots; set CUDA_DEVICE_ORDER=PCI_BUS_ID, or name them by UUID in "
+    "CUDA_VISIBLE_DEVICES"
+)
 # What slows a GPU down that should not: NVML's bits for its clocks, and our words for them.
 _SLOWED: Final = {
     0x08: "a hardware slowdown",
@@ -108,14 +116,19 @@ class GpuLog:
 
 
 class Gpus:
-    """The GPUs of an engine, through NVML."""
+    """The GPUs of an engine, through NVML; `notes` say why none of them are known."""
 
-    def __init__(self, nvml: Any, handles: Sequence[Any]) -> None:  # noqa: ANN401 - untyped
-        self._nvml, self._handles = nvml, handles
+    def __init__(
+        self,
+        nvml: Any,  # noqa: ANN401 - untyped
+        handles: Sequence[Any],
+        notes: tuple[str, ...] = (),
+    ) -> None:
+        self._nvml, self._handles, self.notes = nvml, handles, notes
 
     @classmethod
     def of(cls, values: Mapping[str, object]) -> Self | None:
-        """Return those that an engine with this configuration takes; None if none is known.
+        """Return those that an engine with this configuration takes; None if there are none.
 
         They are the first that CUDA_VISIBLE_DEVICES names, as many as the engine has workers.
         """
@@ -123,12 +136,18 @@ class Gpus:
             nvml = importlib.import_module("pynvml")
         except ModuleNotFoundError:
             return None
+        named = os.environ.get("CUDA_VISIBLE_DEVICES")
         try:
             nvml.nvmlInit()
-            handles = _visible(nvml, os.environ.get("CUDA_VISIBLE_DEVICES"))
+            every = _every(nvml)
+            if _is_counted_otherwise(nvml, every, named):
+                return cls(nvml, (), (_OTHER_ORDER,))
         except nvml.NVMLError:
             return None
-        handles = handles[: _workers(values)]
+        try:
+            handles = _visible(nvml, every, named)[: _workers(values)]
+        except nvml.NVMLError:
+            return cls(nvml, (), (_UNKNOWN.format(named),))
         return cls(nvml, handles) if handles else None
 
     def others(self, own_session: int | None) -> list[str]:
@@ -222,17 +241,44 @@ class GpuWatch:
         )
 
 
-def _visible(nvml: Any, named: str | None) -> list[Any]:  # noqa: ANN401 - untyped
+def _every(nvml: Any) -> list[Any]:  # noqa: ANN401 - untyped
+    """Return the handles of all GPUs that answer, by their slots."""
+    found = []
+    for index in range(nvml.nvmlDeviceGetCount()):
+        with suppress(nvml.NVMLError):
+            found.append(nvml.nvmlDeviceGetHandleByIndex(index))
+    return found
+
+
+def _is_counted_otherwise(nvml: Any, every: Sequence[Any], named: str | None) -> bool:  # noqa: ANN401 - untyped
+    """Whether CUDA may count these GPUs in another order than the driver, which is by slots."""
+    if os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
+        return False
+    is_counted = named is None or any(part.isdigit() for part in _parts(named))
+    return is_counted and len({nvml.nvmlDeviceGetName(handle) for handle in every}) > 1
+
+
+def _visible(nvml: Any, every: Sequence[Any], named: str | None) -> list[Any]:  # noqa: ANN401 - untyped
     """Return the handles of the GPUs that CUDA shows to a process, in its order."""
     if named is None:
-        return [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-    parts = [part.strip() for part in named.split(",") if part.strip()]
+        return list(every)
     return [
         nvml.nvmlDeviceGetHandleByIndex(int(part))
         if part.isdigit()
-        else nvml.nvmlDeviceGetHandleByUUID(part)
-        for part in parts
+        else _of_uuid(nvml, every, part)
+        for part in _parts(named)
     ]
+
+
+def _of_uuid(nvml: Any, every: Sequence[Any], start: str) -> Any:  # noqa: ANN401 - untyped
+    """Return the handle of the only GPU whose UUID begins so, as CUDA takes them."""
+    found = [each for each in every if str(nvml.nvmlDeviceGetUUID(each)).startswith(start)]
+    # A part of a GPU has a UUID of its own.
+    return found[0] if len(found) == 1 else nvml.nvmlDeviceGetHandleByUUID(start)
+
+
+def _parts(named: str) -> list[str]:
+    return [part.strip() for part in named.split(",") if part.strip()]
 
 
 def _workers(values: Mapping[str, object]) -> int:

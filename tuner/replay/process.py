@@ -300,8 +300,9 @@ class EngineProcess:
             if not others:
                 raise
             raise EngineError(f"{error.message}; {_shared(others)}", error.hint) from error
-        notes = (_shared(others), *answer.notes) if others else answer.notes
-        return replace(answer, others=others, notes=notes)
+        shared = (_shared(others),) if others else ()
+        unwatched = () if self._gpus is None else self._gpus.notes
+        return replace(answer, others=others, notes=(*shared, *unwatched, *answer.notes))
 
     def load(self, name: str, trace: Trace, seed: int) -> None:
         """Send a trace to the child, to be replayed by name."""
