@@ -207,8 +207,9 @@ class Draws:
     ) -> RaceDecision:
         """Return the setting of least expected loss among those that surely keep their bounds.
 
-        Where none surely does, the one that uses least of its SLOs; and where all SLOs hold and
-        no setting sustains the load, the one of least loss. Of those that lose the same the
+        Where none surely does, of those that may sustain the load the one that uses least of
+        its SLOs; and where no setting sustains it, of those that keep the SLOs, or of all, in
+        the same way. Of those that lose the same the
         current one, then the smallest, or who loses least where that alone is surely better
         than the current one. `rounds` are those of live replays behind the draws.
 
@@ -410,24 +411,25 @@ class Draws:
     ) -> tuple[Bools, int, str]:
         """Return who may be recommended, by what of the draws they are judged, and its name.
 
-        Who surely does not sustain the load may not be where another surely does. Where nobody
-        surely keeps the SLOs and nobody is further from them than the current setting is,
-        whoever is as close is judged by what is optimised.
+        Who surely does not sustain the load may not be where another surely does, whatever SLOs
+        it keeps: a queue that grows for good keeps none for long. Where nobody surely keeps the
+        SLOs and nobody is further from them than the current setting is, whoever is as close is
+        judged by what is optimised.
 
         Shapes: [settings].
         """
         meets, sustains = (self.here[:, :, [SLO, LOAD]] <= 1.0).mean(axis=0).T
-        field: Bools = meets >= confidence
-        if (field & (sustains >= confidence)).any():
-            field &= sustains > 1 - confidence
+        bears: Bools = np.ones(len(self.settings), dtype=np.bool_)
+        if (sustains >= confidence).any():
+            bears = sustains > 1 - confidence
+        field: Bools = bears & (meets >= confidence)
         if field.any():
             return field, COST, self.metric
-        every = np.ones(len(self.settings), dtype=np.bool_)
-        loss = losses(self.here[:, :, SLO], every)
-        least = loss <= loss.min() + TIE_LOSS
+        loss = losses(self.here[:, :, SLO], bears)
+        least = bears & (loss <= loss[bears].min() + TIE_LOSS)
         if current is not None and least[self.settings.index(current)] and least.sum() > 1:
             return least, COST, self.metric
-        return every, SLO, WORST_SLACK
+        return bears, SLO, WORST_SLACK
 
     def _least(self, loss: Floats, field: Bools, now: int) -> tuple[int, list[int]]:
         """Return who loses least, and who loses no more that would matter.
