@@ -15,15 +15,17 @@ import msgspec
 import pytest
 from optuna.trial import TrialState
 
+from support.job_parts import SHORT, arguments_for
 from support.run_parts import a_profile, a_record
 from support.toy import ToySource
-from support.toy_tune import command, lines_of, wait_for, worker_on, write_trace
-from tuner.errors import TraceError, UsageError
+from support.toy_tune import command, job_on, lines_of, wait_for, worker_on, write_trace
+from tuner.errors import EngineError, TraceError, UsageError
 from tuner.redact import redacted
 from tuner.run.journal import Journal
 from tuner.run.options import Method, TuningOptions
 from tuner.run.start import prepare
-from tuner.run.stored import StoredOptions
+from tuner.run.stored import StoredOptions, read_record
+from tuner.run.worker import work
 from tuner.shadow.profiles import write_profile
 
 TOY: dict[str, Any] = {"noise_ratio": 0.3, "current": [16, 2048], "pause_s": 4.0}
@@ -83,7 +85,7 @@ def test_workers_that_join_and_die_neither_lose_nor_double_a_round(tmp_path: Pat
     trials = lines_of(run_dir / "trials.jsonl")
     own = {t["attempt"] for t in trials if t["phase"] == "cold"}
     elsewhere = [number for number, attempt in makers if attempt not in own]
-    told = re.search(r"the run is over; (\d+) rounds were replayed here", heard)
+    told = re.search(r"(\d+) rounds were replayed here", heard)
     assert told is not None
     # Those of the one that was killed count where it had ended them.
     assert len(elsewhere) >= int(told[1])
@@ -170,6 +172,29 @@ def test_a_worker_takes_the_configuration_of_the_run_alone(tmp_path: Path) -> No
     assert worker_on(ToySource(), [*arguments, *moved]) == 0
     # Nothing was left to do, and no engine was started for it.
     assert not list(tmp_path.glob("worker-*.log"))
+
+
+def test_workers_of_a_run_that_ended_with_an_error_leave_and_say_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, url = write_trace(tmp_path / "t.jsonl"), f"sqlite:///{tmp_path / 's.db'}"
+    with pytest.raises(EngineError, match="the toy died of its limits"):
+        job_on(ToySource(dies_above=0), arguments_for(trace, "--storage", url, *SHORT))
+    arguments = ["--storage", url, "--run", str(tmp_path / "run")]
+    assert worker_on(ToySource(), arguments) == 0
+    told = f"the run ended with an error; if it is resumed (tune --resume {tmp_path / 'run'})"
+    assert told in capsys.readouterr().err
+    journal, heard = Journal(url, read_record(tmp_path / "run").study, join=True), list[str]()
+    journal.set_state("running")
+
+    def hear(text: str) -> None:
+        heard.append(text)
+        journal.set_state("failed")
+
+    work(tmp_path / "run", url, (), hear, ToySource())
+    journal.close()
+    assert heard[0].startswith("engine started")
+    assert heard[-1].startswith(told)
 
 
 def test_a_run_of_predictions_has_nothing_for_workers(tmp_path: Path) -> None:

@@ -42,5 +42,5 @@ def run_worker(options: WorkerOptions, source: EngineSource | None = None) -> in
     The engine is the installed vLLM's matter unless a source is given.
     """
     done = work(options.run_dir, options.storage, options.files, say, source, options.config)
-    say(f"the run is over; {done} rounds were replayed here")
+    say(f"{done} rounds were replayed here")
     return 0

@@ -13,7 +13,7 @@ import platform
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -111,10 +111,10 @@ class _Run:
         except StorageError:
             raise  # nothing can be told of the trials; what was measured is on disk
         except NoFeasibleConfigError as error:
-            self._write(self._so_far(), "failed")
+            self._failed()
             raise self._none_survived() from error
         except BaseException:
-            self._write(self._so_far(), "failed")
+            self._failed()
             raise
         result = self._write(decision, "complete")
         if result is None or not result.feasible:
@@ -136,6 +136,12 @@ class _Run:
         is_predicted = not any(trial.phase.is_on_windows for trial in records)
         parts = (kind, limits, limits, (), None, 0, UNFINISHED)
         return RaceDecision(*parts, is_predicted=is_predicted)
+
+    def _failed(self) -> None:
+        """Let the workers go, and write what there is."""
+        with suppress(StorageError):  # what failed first is what is told
+            self._context.journal.set_state("failed")
+        self._write(self._so_far(), "failed")
 
     def _interrupted(self) -> None:
         if not self._context.journal.observations():

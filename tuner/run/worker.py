@@ -30,8 +30,12 @@ from tuner.traffic.traces import Trace
 # dead one never does.
 PATIENCE_S = 900.0
 
-_OVER = "done"
-"""What a run says of itself once it has its answer."""
+_ENDED = {
+    "done": "the run is over",
+    "failed": "the run ended with an error; if it is resumed (tune --resume {folder}), start "
+    "its workers anew",
+}
+"""What a run says of itself once it offers no more rounds, and what that means."""
 
 
 def work(
@@ -42,7 +46,7 @@ def work(
     source: EngineSource | None = None,
     config: Path | None = None,
 ) -> int:
-    """Replay rounds of the run in a folder until it is over; return how many.
+    """Replay rounds of the run in a folder until it is over, and note why; return how many.
 
     `files` are its trace on this machine and `config` its configuration, none where they lie at
     the same place.
@@ -59,23 +63,16 @@ def work(
     prepared = prepare(options, serves=False)
     _check_same(record, prepared)
     journal = Journal(storage, record.study, join=True, note=note)
-    log = folder / f"worker-{socket.gethostname()}-{os.getpid()}.log"
     try:
-        if journal.state == _OVER:
-            return 0
-        live = source or LiveSource(options.is_greedy)
-        with EngineProcess(live, log, options.start_timeout_s) as host:
-            facts = host.facts(prepared.engine.values)
-            _check_alike(record, facts)
-            trace, _ = fit_lengths(
-                prepared.traffic.trace, facts.max_model_len, options.too_long
-            )
-            engine = EngineRunner(
-                host, prepared.engine.values, record.ceiling, options.seed, note
-            )
-            engine.ensure_started()
-            note(f"engine started, waiting for rounds of {folder}")
-            return _Worker(journal, engine, trace, aim_of(options, trace), note).work()
+        done = 0
+        if journal.state not in _ENDED:
+            log = folder / f"worker-{socket.gethostname()}-{os.getpid()}.log"
+            live = source or LiveSource(options.is_greedy)
+            with EngineProcess(live, log, options.start_timeout_s) as host:
+                done = _started(host, record, prepared, journal, note).work()
+        if why := _ENDED.get(journal.state):
+            note(why.format(folder=folder))
+        return done
     finally:
         journal.close()
 
@@ -122,7 +119,7 @@ class _Worker:
     def work(self) -> int:
         """Take rounds until the run is over; return how many were made here."""
         attempt, done, idle_since_s = uuid4().hex[:8], 0, time.monotonic()
-        while self.journal.state != _OVER:
+        while self.journal.state not in _ENDED:
             if self._round(attempt):
                 done, idle_since_s = done + 1, time.monotonic()
             elif time.monotonic() - idle_since_s > PATIENCE_S:
@@ -148,6 +145,24 @@ class _Worker:
         late = "" if counts else ", too late to count"
         self.note(f"{one.phase} round {one.number}: {settings}{late}")
         return counts
+
+
+def _started(
+    host: EngineProcess,
+    record: RunRecord,
+    prepared: PreparedRun,
+    journal: Journal,
+    note: Callable[[str], None],
+) -> _Worker:
+    """Start an engine as the run's. Raises: UsageError on another machine; EngineError."""
+    options, values = prepared.options, prepared.engine.values
+    facts = host.facts(values)
+    _check_alike(record, facts)
+    trace, _ = fit_lengths(prepared.traffic.trace, facts.max_model_len, options.too_long)
+    engine = EngineRunner(host, values, record.ceiling, options.seed, note)
+    engine.ensure_started()
+    note(f"engine started, waiting for rounds of {prepared.run_path}")
+    return _Worker(journal, engine, trace, aim_of(options, trace), note)
 
 
 def _go_on(progress: Progress) -> bool:  # noqa: ARG001 - nobody watches a worker's replay
