@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import shutil
 import signal
 import subprocess
@@ -20,6 +22,7 @@ from support.run_parts import a_record
 from support.toy import ToySource
 from support.toy_tune import CROWDED, command, job_on, lines_of, wait_for, write_trace
 from support.traffic import a_trace
+from tuner.cli import hear_endings
 from tuner.cli.commands import tune
 from tuner.cli.tune import resumed, with_tuning
 from tuner.errors import UsageError
@@ -120,6 +123,39 @@ def test_a_run_shares_its_directory_with_none_and_on_ctrl_c_writes_the_best_so_f
     read = yaml.safe_load(emitted.read_text())
     assert read["max-num-seqs"] == result["recommendation"]["max_num_seqs"]
     assert "interrupted: best so far" in emitted.read_text()
+
+
+def test_a_terminal_that_is_closed_ends_a_run_as_ctrl_c_does(trace: Path) -> None:
+    run_dir, (ours, theirs) = trace.parent / "run", pty.openpty()
+    started = command(arguments_for(trace), costs=COSTS)
+    plain = {**os.environ, "TERM": "dumb"}
+    process = subprocess.Popen(
+        started, stdin=theirs, stdout=theirs, stderr=theirs, env=plain, text=True
+    )
+    try:
+        os.close(theirs)
+        wait_for(lambda: has_trials(run_dir, 3), process)
+        process.send_signal(signal.SIGSTOP)
+        os.close(ours)
+        process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGCONT)
+        assert process.wait(60) == 130
+    finally:
+        process.kill()
+        process.wait()
+    assert json.loads((run_dir / "result.json").read_text())["state"] == "interrupted"
+    assert "interrupted: best so far" in (trace.parent / "best.yaml").read_text()
+
+
+def test_a_run_under_nohup_outlives_its_terminal() -> None:
+    before = [(kind, signal.getsignal(kind)) for kind in (signal.SIGINT, signal.SIGTERM)]
+    was = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        hear_endings()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        for kind, handler in [*before, (signal.SIGHUP, was)]:
+            signal.signal(kind, handler)
 
 
 @pytest.mark.slow

@@ -20,15 +20,15 @@ LIMITS = EngineLimits(8, 1024)
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """Let both signals interrupt, as `tune` does, and see that nothing changed that."""
-    kinds = (signal.SIGINT, signal.SIGTERM)
+    """Let signals interrupt, as `tune` does, and see that nothing changed that."""
+    kinds = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.signal(kind, signal.default_int_handler) for kind in kinds]
     yield
     after = [signal.signal(kind, handler) for kind, handler in zip(kinds, before, strict=True)]
-    assert after == [signal.default_int_handler] * 2
+    assert after == [signal.default_int_handler] * 3
 
 
-@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_first_signal_is_heard_when_the_outermost_block_is_left(kind: signal.Signals) -> None:
     done = []
 
@@ -58,6 +58,20 @@ def test_a_second_signal_is_heard_at_once() -> None:
     with pytest.raises(KeyboardInterrupt):
         work()
     assert done == ["first"]
+
+
+def test_a_terminal_that_is_gone_waits_though_it_says_so_twice() -> None:
+    done = []
+
+    def work() -> None:
+        with undisturbed():
+            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(signal.SIGHUP)
+            done.append("whole")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done == ["whole"]
 
 
 def test_a_failure_of_the_block_stays_known() -> None:

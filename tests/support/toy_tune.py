@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from support.toy import EXIT_CODE, LAST_WORDS, ToyCosts, ToyEngine, ToySource
-from tuner.cli import hear_no_more
+from tuner.cli import hear_endings, hear_no_more
 from tuner.cli.commands import tune
 from tuner.cli.console import say, say_error
 from tuner.cli.tune import read_job, run_job
@@ -173,6 +173,7 @@ def main(fields: str, arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    hear_endings()
     code = main(sys.argv[1], sys.argv[2:])
     hear_no_more()
     sys.exit(code)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import os
+import select
 import signal
 import sys
 import traceback
 from contextlib import AbstractContextManager, nullcontext
+from types import FrameType
 
 import click
 
@@ -21,7 +23,30 @@ _COMPLETE = "_TUNE_COMPLETE"
 
 
 _HELPS = {"-h", "--help", "--version"}
-_ENDING = (signal.SIGINT, signal.SIGTERM)
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def hear_endings() -> None:
+    """Let Ctrl-C, SIGTERM and a terminal that is gone interrupt; the last not under nohup."""
+    for kind in _ENDING:
+        if kind is not signal.SIGHUP:
+            signal.signal(kind, signal.default_int_handler)
+        elif signal.getsignal(kind) is not signal.SIG_IGN:
+            signal.signal(kind, _hung_up)
+
+
+def _hung_up(kind: int, frame: FrameType | None) -> None:
+    """Interrupt, once: a shell that ends sends it again, while the best so far is written.
+
+    What would still be said to nobody is dropped, as it would be an error.
+    """
+    signal.signal(kind, signal.SIG_IGN)
+    for stream in (1, 2):
+        told = select.poll()
+        told.register(stream, 0)  # Only that it is gone is asked for, which always is told.
+        if told.poll(0):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+    signal.default_int_handler(kind, frame)
 
 
 def hear_no_more() -> None:
@@ -43,8 +68,7 @@ def _one_thread() -> AbstractContextManager[object]:
 
 def run(arguments: list[str]) -> int:  # noqa: PLR0911 - one return per way to end
     """Run the command and return its exit code; every error ends here."""
-    for kind in _ENDING:
-        signal.signal(kind, signal.default_int_handler)
+    hear_endings()
     try:
         with nullcontext() if _HELPS.intersection(arguments) else _one_thread():
             context = tune_command.make_context("tune", list(arguments))
