@@ -8,6 +8,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 SHOWS = """
 from tuner.cli.displays import ReplayDisplay, RunDisplay
 from tuner.engine.limits import EngineLimits
@@ -93,3 +95,15 @@ def test_a_small_terminal_shows_the_newest_trials_whole_and_what_goes_on() -> No
     assert len(head) <= 80
     assert "trial 140 race 256/131072" in now
     assert "nothing works so far" in best
+
+
+@pytest.mark.parametrize(
+    ("typed", "closed", "code"),
+    [("explain buffers", ">&-", 0), ("no-such-command", "2>&-", 2)],
+)
+def test_a_stream_that_is_closed_is_no_error_and_none_takes_its_place(
+    typed: str, closed: str, code: int
+) -> None:
+    shell = f"exec {sys.executable} -m tuner.cli {typed} {closed}"
+    done = subprocess.run(["/bin/sh", "-c", shell], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (code, ""), done.stderr

@@ -9,6 +9,7 @@ import signal
 import sys
 import traceback
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from types import FrameType
 
 import click
@@ -103,8 +104,21 @@ def _reported(error: TunerError) -> int:
     return error.exit_code
 
 
+def _open_streams() -> None:
+    """Open onto nothing what the shell has closed (`>&-`), in the order of their numbers.
+
+    A file of the run would get that number, and take what libraries print.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            nothing = Path(os.devnull).open(mode, encoding="utf-8")  # noqa: SIM115 - stays open
+            os.set_inheritable(nothing.fileno(), True)  # noqa: FBT003 - it takes no name
+            setattr(sys, name, nothing)
+
+
 def main() -> None:
     """Run `tune` on the process's own arguments, or complete them for a shell."""
+    _open_streams()
     if instruction := os.environ.get(_COMPLETE):
         from click.shell_completion import shell_complete
 
