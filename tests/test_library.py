@@ -218,6 +218,14 @@ def test_what_nothing_can_meet_is_an_error_with_the_nearest(trace: Path) -> None
             {"method": "shadow", "profile": "x.yaml", "is_greedy": True},
             "--greedy is for a live engine",
         ),
+        (
+            {"method": "shadow", "profile": "x.yaml", "clock": "wall"},
+            "--clock wall is for a live engine",
+        ),
+        (
+            {"method": "shadow", "profile": "x.yaml", "start_timeout_s": 60.0},
+            "--start-timeout is for a live engine",
+        ),
         ({"run_dir": None, "is_resumed": True}, "needs its run_dir"),
     ],
 )

@@ -23,6 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.prometheus_parts import wait_for
 from support.shadow_files import home
 from support.watch_parts import EIGHT, HOUR_S, UNCHANGED, a_world, pays
+from tuner.cli.options import given_in
 from tuner.cli.watch import WatchOptions, run_watch
 from tuner.cli.watch_command import watch
 from tuner.drift.watch import health
@@ -215,7 +216,8 @@ class NoWait:
 def options_of(home: Path, *more: str) -> WatchOptions:
     """Return the options of a round at the home folder. Raises: UsageError."""
     files = ("--profile", str(home / "profile.yaml"), "--emit", str(home / "best.yaml"))
-    return WatchOptions.parse(watch.make_context("watch", [*files, *more]).params)
+    context = watch.make_context("watch", [*files, *more])
+    return WatchOptions.parse(context.params, given_in(context))
 
 
 def test_a_token_is_sent_and_never_shown(
@@ -280,10 +282,12 @@ def test_a_configuration_of_one_limit_is_what_is_served(
 
 
 def test_a_watch_without_a_guard_has_no_time_for_one(home: Path) -> None:
-    given = ("--prometheus", "http://p:9", "--guard", "10m", "--step", "6m")
+    given = ("--prometheus", "http://p:9", "--step", "20m")
     with pytest.raises(UsageError, match="--guard must be at least two steps"):
         options_of(home, *given)
     assert options_of(home, *given, "--no-guard").guard_s is None
+    with pytest.raises(UsageError, match="--no-guard and --guard contradict each other"):
+        options_of(home, *given, "--no-guard", "--guard", "1h")
 
 
 def test_a_profile_of_another_vllm_is_refused_before_it_is_needed(home: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Collection
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -120,8 +121,10 @@ class WatchOptions:
                 )
 
     @classmethod
-    def parse(cls, params: Params) -> Self:
-        """Return what the command line says. Raises: UsageError."""
+    def parse(cls, params: Params, given: Collection[str]) -> Self:
+        """Return what the command line says; `given` are those it names. Raises: UsageError."""
+        if params["no_guard"] and "guard" in given:
+            raise UsageError("--no-guard and --guard contradict each other", "give one of them")
         for key, (name, hint) in _NEEDED.items():
             if not params[key]:
                 raise UsageError(f"{name} is missing", hint)

@@ -14,6 +14,7 @@ from tuner.cli.options import (
     count_option,
     file_option,
     format_option,
+    given_in,
     prometheus_options,
     retune_options,
     time_option,
@@ -153,7 +154,8 @@ from tuner.emit.names import Format
         "--seed", least=0, default=0, help="Seed of everything that is drawn at random."
     ),
 )
-def watch(**params: Any) -> int:
+@click.pass_context
+def watch(ctx: click.Context, /, **params: Any) -> int:
     """Keep a configuration tuned: check traffic, re-tune, roll the file out.
 
     A new file is written only when a re-tune pays enough, also by later traffic alone, not too
@@ -164,4 +166,4 @@ def watch(**params: Any) -> int:
     """
     from tuner.cli.watch import WatchOptions, run_watch
 
-    return run_watch(WatchOptions.parse(params))
+    return run_watch(WatchOptions.parse(params, given_in(ctx)))

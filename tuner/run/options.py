@@ -13,6 +13,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.serve_config import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
 from tuner.errors import UsageError
 from tuner.replay.arrivals import ClockKind, Sessions
+from tuner.replay.process import START_TIMEOUT_S
 from tuner.replay.slo import Slo
 from tuner.run.inputs import ReplaySettings
 from tuner.run.knobs.known import knob_named
@@ -223,11 +224,17 @@ class TuningOptions(RunOptions):
                 "--method shadow needs --profile FILE",
                 "every live run writes profile.yaml into its run directory",
             )
-        if self.method is Method.SHADOW and self.is_greedy:
-            raise UsageError(
-                "--greedy is for a live engine, and --method shadow starts none",
-                "leave --greedy out",
-            )
+        is_for_engine = {
+            "--greedy": self.is_greedy,
+            "--clock wall": self.clock is ClockKind.WALL,
+            "--start-timeout": self.start_timeout_s != START_TIMEOUT_S,
+        }
+        for option in (name for name, is_given in is_for_engine.items() if is_given):
+            if self.method is Method.SHADOW:
+                raise UsageError(
+                    f"{option} is for a live engine, and --method shadow starts none",
+                    f"leave {option} out",
+                )
         if self.profile and self.method not in (Method.AUTO, Method.SHADOW):
             raise UsageError(
                 f"--profile is for --method auto and shadow, got --method {self.method}",

@@ -145,7 +145,7 @@ def once(home: Path, url: str, clock: JumpingClock, *more: str) -> int:
         *("--hook", sys.executable, "--hook", "-c", "--hook", copy, *more),
     ]
     params = watch.make_context("watch", arguments).params
-    return run_watch(WatchOptions.parse(params), clock)
+    return run_watch(WatchOptions.parse(params, ()), clock)
 
 
 @pytest.mark.engine

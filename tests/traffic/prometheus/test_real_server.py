@@ -256,7 +256,7 @@ def test_a_watch_sees_from_a_real_servers_metrics_whether_traffic_has_shifted(
         *("--since", f"{int(load.open_until_s - began_s) - 2}s", "--step", "1s"),
         *("--force-profile", "--max-num-seqs", "4"),
     ]
-    options = WatchOptions.parse(watch.make_context("watch", arguments).params)
+    options = WatchOptions.parse(watch.make_context("watch", arguments).params, ())
     assert run_watch(options, JumpingClock(load.open_until_s)) == 0
     shown = capsys.readouterr().err
     assert verdict in shown
