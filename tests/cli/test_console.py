@@ -10,6 +10,9 @@ import sys
 
 import pytest
 
+from support.paths import ROOT
+
+BEST = ROOT / "examples" / "demo" / "best.yaml"
 SHOWS = """
 from tuner.cli.displays import ReplayDisplay, RunDisplay
 from tuner.engine.limits import EngineLimits
@@ -99,7 +102,7 @@ def test_a_small_terminal_shows_the_newest_trials_whole_and_what_goes_on() -> No
 
 @pytest.mark.parametrize(
     ("typed", "closed", "code"),
-    [("explain buffers", ">&-", 0), ("no-such-command", "2>&-", 2)],
+    [(f"emit {BEST}", ">&-", 0), ("no-such-command", "2>&-", 2)],
 )
 def test_a_stream_that_is_closed_is_no_error_and_none_takes_its_place(
     typed: str, closed: str, code: int

@@ -281,6 +281,16 @@ def test_a_configuration_of_one_limit_is_what_is_served(
     assert "at 16/512, state in" in capsys.readouterr().err
 
 
+def test_a_file_to_watch_that_lacks_a_limit_says_how_it_can_be_watched(home: Path) -> None:
+    (home / "best.yaml").write_text("model: none\nmax-num-seqs: 16\n")
+    options = options_of(home, "--prometheus", "http://p:9", "--once", "--force-profile")
+    with pytest.raises(UsageError, match="it lacks max-num-batched-tokens") as shown:
+        run_watch(options, NoWait())
+    assert shown.value.hint.startswith(
+        "write into it what is served now, or name it with --config"
+    )
+
+
 def test_a_watch_without_a_guard_has_no_time_for_one(home: Path) -> None:
     given = ("--prometheus", "http://p:9", "--step", "20m")
     with pytest.raises(UsageError, match="--guard must be at least two steps"):

@@ -77,10 +77,11 @@ def recommendation_of(
     )
 
 
-def read_emitted(path: Path) -> Recommendation:
+def read_emitted(path: Path, hint: str = _NAME_A_SOURCE) -> Recommendation:
     """Return what a file for `vllm serve --config` says, its first comments as evidence.
 
-    Raises: UsageError if it is no such file, or names no model or no limits.
+    Raises: UsageError if it is no such file, or names no model or no limits; `hint` says what
+        to do then.
     """
     values = dict(read_config(path).values)
     missing = [k for k in ("model", MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS) if k not in values]
@@ -89,7 +90,7 @@ def read_emitted(path: Path) -> Recommendation:
         raise UsageError(
             f"{path} is no configuration that tune wrote: it lacks {', '.join(missing)}, "
             f"got {got}",
-            _NAME_A_SOURCE,
+            hint,
         )
     start = _limits_in({key: values[key] for key in (MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS)})
     # A file of the exact form: its caps are what was tuned, its limits what was started.

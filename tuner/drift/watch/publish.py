@@ -27,6 +27,10 @@ from tuner.shadow.profiles import Profile
 from tuner.traffic.traces import Trace
 
 _REWRITTEN: Final = frozenset({Format.VLLM, Format.ARGS})
+_LACKING: Final = (
+    "write into it what is served now, or name it with --config and a file that does not exist "
+    "yet with --emit"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +92,7 @@ class Publisher:
         if self.chosen is Format.ARGS or not self.path.exists():
             return None
         if self.chosen is Format.VLLM:
-            return read_emitted(self.path).limits
+            return read_emitted(self.path, _LACKING).limits
         return limits_in(self.path, self.chosen, Names(self.path.name))
 
     def text_now(self) -> ExpectedText:
@@ -113,7 +117,7 @@ class Publisher:
         rec = Recommendation(self.values, limits, sentences, facts, lost=self.lost)
         if self.chosen is Format.VLLM and self.path.exists():
             # A file that is in use has no more and no fewer keys afterwards.
-            there = read_emitted(self.path)
+            there = read_emitted(self.path, _LACKING)
             rec = replace(rec, values=there.values, lost=there.lost, allow_unauthenticated=True)
         target = TARGETS[self.chosen]
         if self.chosen in _REWRITTEN or target.edit is None or not self.path.exists():
