@@ -225,6 +225,20 @@ def test_no_slo_is_worth_a_queue_that_grows_for_good(slack: float) -> None:
     assert none.winner == OTHER
 
 
+@given(
+    slacks=st.tuples(*[st.sampled_from([0.9, 1.0, 1.1])] * 3),
+    loads=st.tuples(*[st.sampled_from([0.9, 1.0, 1.1])] * 3),
+    confidence=st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]),
+)
+def test_somebody_is_always_left(
+    slacks: Sequence[float], loads: Sequence[float], confidence: float
+) -> None:
+    points = [score(2.0, slo=u, load=w) for u, w in zip(slacks, loads, strict=True)]
+    found = draws(*points, common=0.1)
+    assert found.decide(CURRENT, confidence).winner in found.settings
+    assert found.contenders(CURRENT, confidence)[-1] == CURRENT
+
+
 def test_where_nothing_sustains_the_load_the_shorter_tail_wins() -> None:
     found = draws(score(30.0, load=3.0), score(9.0, load=1.5)).decide(CURRENT)
     assert (found.winner, found.metric) == (OTHER, "e2e_p99")

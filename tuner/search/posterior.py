@@ -419,9 +419,11 @@ class Draws:
         Shapes: [settings].
         """
         meets, sustains = (self.here[:, :, [SLO, LOAD]] <= 1.0).mean(axis=0).T
+        # Who may keep the SLOs is asked for with less; that is no surer of the load.
+        surely = max(confidence, 1 - confidence)
         bears: Bools = np.ones(len(self.settings), dtype=np.bool_)
-        if (sustains >= confidence).any():
-            bears = sustains > 1 - confidence
+        if (sustains >= surely).any():
+            bears = (sustains > 1 - surely) | (sustains >= surely)
         field: Bools = bears & (meets >= confidence)
         if field.any():
             return field, COST, self.metric
