@@ -21,6 +21,7 @@ from tuner.errors import NoFeasibleConfigError
 from tuner.search.effects import Effects
 from tuner.search.judging import (
     COST,
+    LIKELY,
     LOAD,
     SLO,
     TIE_LOSS,
@@ -207,9 +208,9 @@ class Draws:
     ) -> RaceDecision:
         """Return the setting of least expected loss among those that surely keep their bounds.
 
-        Where none surely does, of those that may sustain the load the one that uses least of
-        its SLOs; and where no setting sustains it, of those that keep the SLOs, or of all, in
-        the same way. Of those that lose the same the
+        Where none surely does, the one that uses least of its SLOs and is not far from
+        sustaining the load; and where all SLOs hold and no setting sustains the load, the one
+        of least loss. Of those that lose the same the
         current one, then the smallest, or who loses least where that alone is surely better
         than the current one. `rounds` are those of live replays behind the draws.
 
@@ -411,19 +412,22 @@ class Draws:
     ) -> tuple[Bools, int, str]:
         """Return who may be recommended, by what of the draws they are judged, and its name.
 
-        Who surely does not sustain the load may not be where another surely does, whatever SLOs
-        it keeps: a queue that grows for good keeps none for long. Where nobody surely keeps the
+        Who surely does not sustain the load may not be where another surely does that is likely
+        nearer to its bounds, whichever of both those are: a queue that grows twice as fast as
+        it is served is no price for an SLO that is just missed. Where nobody surely keeps the
         SLOs and nobody is further from them than the current setting is, whoever is as close is
         judged by what is optimised.
 
         Shapes: [settings].
         """
-        meets, sustains = (self.here[:, :, [SLO, LOAD]] <= 1.0).mean(axis=0).T
+        bounds = self.here[:, :, [SLO, LOAD]]
+        meets, sustains = (bounds <= 1.0).mean(axis=0).T
         # Who may keep the SLOs is asked for with less; that is no surer of the load.
         surely = max(confidence, 1 - confidence)
-        bears: Bools = np.ones(len(self.settings), dtype=np.bool_)
+        used, bears = bounds.max(axis=2), np.ones(len(self.settings), dtype=np.bool_)
         if (sustains >= surely).any():
-            bears = (sustains > 1 - surely) | (sustains >= surely)
+            least = used[:, sustains >= surely].min(axis=1, keepdims=True)
+            bears = (sustains > 1 - surely) | ((used > least).mean(axis=0) <= LIKELY)
         field: Bools = bears & (meets >= confidence)
         if field.any():
             return field, COST, self.metric
