@@ -255,14 +255,24 @@ class Truth:
     def is_better(self, limits: EngineLimits, other: EngineLimits, times: float = 1.0) -> bool:
         """Whether a setting is truly judged better than another."""
         mine, its = self.score(limits, times), self.score(other, times)
+        if _is_out(mine, its) or _is_out(its, mine):
+            return _is_out(its, mine)
         if mine.tier is not its.tier:
             return mine.tier < its.tier
         ratio = ratio_of(mine, its)
         return ratio is not None and ratio < 1
 
     def best(self, *others: EngineLimits) -> EngineLimits:
-        """Return the best of the grid and of others; of the best tier, whatever else it is."""
-        scores = {limits: self.score(limits) for limits in (*self.case.grid, *others)}
+        """Return the best of the grid and of others; of the best tier, whatever else it is.
+
+        Of those that no other is to be had for, which bears the load and is nearer its bounds.
+        """
+        every = {limits: self.score(limits) for limits in (*self.case.grid, *others)}
+        scores = {
+            limits: score
+            for limits, score in every.items()
+            if not any(_is_out(score, other) for other in every.values())
+        }
         tier = min(score.tier for score in scores.values())
         of_tier = {limits: score for limits, score in scores.items() if score.tier is tier}
         return min(of_tier, key=lambda limits: _judged_by(of_tier[limits]))
@@ -285,6 +295,13 @@ class Truth:
         near = range(max(0, int(middle) - 2), min(len(values) - 1, int(middle) + 3))
         at = max(near, key=lambda i: values[i + 1] / values[i])
         return Slo(metric, statistic, float(f"{math.sqrt(values[at] * values[at + 1]):.3g}"))
+
+
+def _is_out(score: Score, other: Score) -> bool:
+    """Whether one does not bear the load, and another does that is nearer to its bounds."""
+    ours, theirs = score.load_used or 0.0, other.load_used or 0.0
+    is_apart = theirs <= 1.0 < ours and other.tier < Tier.CUT
+    return is_apart and max(ours, score.slo_used or 0.0) > max(theirs, other.slo_used or 0.0)
 
 
 def ratio_of(one: Score, other: Score) -> float | None:
