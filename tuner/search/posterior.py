@@ -426,8 +426,8 @@ class Draws:
         surely = max(confidence, 1 - confidence)
         used, bears = bounds.max(axis=2), np.ones(len(self.settings), dtype=np.bool_)
         if (sustains >= surely).any():
-            least = used[:, sustains >= surely].min(axis=1, keepdims=True)
-            bears = (sustains > 1 - surely) | ((used > least).mean(axis=0) <= LIKELY)
+            nearest = used[:, sustains >= surely].min(axis=1, keepdims=True)
+            bears = (sustains > 1 - surely) | ((used > nearest).mean(axis=0) <= LIKELY)
         field: Bools = bears & (meets >= confidence)
         if field.any():
             return field, COST, self.metric
