@@ -308,7 +308,11 @@ def measure(
         kv_usage=levels(logs, "kv_usage_ratio"),
         preemptions=sum(s.preempted for s in steps),
         prefix_cache_hit_ratio=_hit_ratio(steps),
-        is_sustained=all(not log.cut_reason and _kept_up(log) for log in logs),
+        is_sustained=all(
+            not log.cut_reason
+            and is_sustained(log.timelines, is_closed_loop=log.is_closed_loop)
+            for log in logs
+        ),
         distorted_steps_ratio=_pooled_ratio(steps),
         send_lag_p99_s=_send_lag_p99_s(lines) if statistics is _ALL else None,
         max_step_tokens=max((s.max_step_tokens for s in steps), default=0),
@@ -331,10 +335,6 @@ def _parts(logs: Sequence[ReplayLog]) -> tuple[list[Timelines], list[StepSummary
     if not logs:
         raise ValueError("nothing was replayed")
     return [log.timelines for log in logs], [log.steps for log in logs]
-
-
-def _kept_up(log: ReplayLog) -> bool:
-    return is_sustained(log.timelines, is_closed_loop=log.is_closed_loop)
 
 
 def _offered_per_s(lines: Sequence[Timelines]) -> float | None:
