@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,13 +60,12 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class Comparing:
-    """What contenders are compared on, and by what they are predicted.
+    """What contenders are compared on.
 
     `price` is what an hour of a device costs, None where nobody said.
     """
 
     workload: Workload
-    predictor_of: Callable[[Profile], Predictor]
     seed: int
     confidence: float
     price: float | None = None
@@ -122,7 +121,7 @@ class Comparing:
             trials = _measured(contender)
             held = _latencies([t.measurement or {} for t in trials], contender.result.tail)
             return _Side(contender, replace(finding, latencies_s=held, are_live=True))
-        predictor = self.predictor_of(profile).as_deployed()
+        predictor = Predictor(profile, seed=self.seed).as_deployed()
         found = predict_more(predictor, Predictions(self.workload), [limits])
         outcome = found.outcomes[limits]
         if not isinstance(outcome, Measurement):
