@@ -11,7 +11,7 @@ from tuner.cli.displays import show_outcome
 from tuner.emit.comments import comments
 from tuner.errors import Caveat
 from tuner.run.outcome import RunFindings, make_outcome
-from tuner.run.result import ColdConfirmation
+from tuner.run.records import ColdConfirmation
 from tuner.search.judging import why_of
 from tuner.search.objective import Score, Tier
 from tuner.search.race import OTHER_TRAFFIC, UNFINISHED, Odds, RaceDecision, RaceVerdict

@@ -14,7 +14,8 @@ import pytest
 from support.result_parts import CHANGE, CURRENT, WINNER, made
 from tuner.errors import Caveat, UsageError
 from tuner.run.drawing import OWN_SPEED
-from tuner.run.result import OWN_RATIO, Restlessness, RunResult, read_result
+from tuner.run.records import OWN_RATIO, Restlessness
+from tuner.run.result import RunResult, read_result
 from tuner.search.objective import Tier
 from tuner.search.race import Odds
 from tuner.stats import Estimate

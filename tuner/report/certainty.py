@@ -33,7 +33,7 @@ from tuner.report.words import (
     score,
     sentence,
 )
-from tuner.run.result import Advice
+from tuner.run.records import Advice
 from tuner.search.judging import TIE_LOSS
 from tuner.search.objective import Bounds, Objective, is_rate
 from tuner.search.race import MAX_LOSS, Odds, Standing

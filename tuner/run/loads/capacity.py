@@ -19,7 +19,7 @@ from tuner.replay.runner import LARGEST_LOAD, MIN_LOAD, Failure, holds, measure_
 from tuner.run.context import RunContext, Workload
 from tuner.run.drawing import CAPACITY_DRAWS, Drawing, Replays
 from tuner.run.predict import Predictions, at_once, recorded_per_s
-from tuner.run.result import CapacityRecord
+from tuner.run.records import CapacityRecord
 from tuner.run.time_plan import duration_s
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.objective import Objective
