@@ -34,12 +34,7 @@ from tuner.run.records import (
 )
 from tuner.run.result import RunResult
 from tuner.search.judging import LIKELY
-from tuner.search.objective import (
-    Scoring,
-    Tier,
-    moved,
-    moved_bounds,
-)
+from tuner.search.objective import Scoring, Tier, moved, moved_bounds
 from tuner.search.race import RaceDecision
 from tuner.search.trials import Trial, decisive, leader, predictions
 from tuner.traffic.windows import Window

@@ -20,13 +20,7 @@ from tuner.shadow.calibration import LARGEST_ERROR_RATIO, Calibration
 from tuner.shadow.fit import MIN_STEPS
 from tuner.shadow.profiles import Profile, Seen
 from tuner.shadow.rebuilt import rebuild_all
-from tuner.shadow.recorded import (
-    HOW,
-    RecordedRequests,
-    RecordedSteps,
-    Server,
-    check_usable,
-)
+from tuner.shadow.recorded import HOW, RecordedRequests, RecordedSteps, Server, check_usable
 from tuner.stats import Floats
 
 MIN_SEEN: Final = 20

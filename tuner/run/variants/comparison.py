@@ -18,13 +18,7 @@ from tuner.run.context import Workload
 from tuner.run.drawing import FEW_DRAWS, compare_engines, draw
 from tuner.run.evidence import change_bounds
 from tuner.run.loads.capacity import draw_capacity
-from tuner.run.predict import (
-    Predictions,
-    capacity_per_s,
-    per_s,
-    predict_more,
-    scored,
-)
+from tuner.run.predict import Predictions, capacity_per_s, per_s, predict_more, scored
 from tuner.run.result import RunResult
 from tuner.run.variants.records import VariantComparison, VariantFinding
 from tuner.search.objective import Tier
