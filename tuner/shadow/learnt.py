@@ -157,9 +157,7 @@ def learn_profile(
     )
 
 
-def _of_one_engine(
-    recorded: Sequence[RecordedSteps],
-) -> list[tuple[EngineShape, EngineLimits]]:
+def _of_one_engine(recorded: Sequence[RecordedSteps]) -> list[tuple[EngineShape, EngineLimits]]:
     """Return each start's shape and limits. Raises: ShadowError; TooFewSamplesError."""
     if not recorded:
         raise TooFewSamplesError("no steps were recorded", HOW)

@@ -255,10 +255,7 @@ class _Runs:
         path, options = self.run_dir.path, self.prepared.options
         contender = Contender(AS_IT_IS, {}, base, _profile_of(path, base))
         comparing = Comparing(
-            self._workload(base),
-            options.seed,
-            options.confidence,
-            options.gpu_hour_price,
+            self._workload(base), options.seed, options.confidence, options.gpu_hour_price
         )
         try:
             compared = comparing.compare(contender, self.found)
