@@ -426,7 +426,7 @@ def _derived_profile(result: Mapping[str, Any]) -> tuple[Profile | None, str]:
         served = {key: values[key] for key in _PREDICTED & values.keys()}
         longest = int(values["max-model-len"])
         wanted = Wanted(gpu, model, max_model_len=longest, serve_values=served)
-        return derive(wanted).profile, ""
+        return derive(wanted), ""
     except UsageError as error:
         name = Path(model).name.removesuffix("-shape")
         ready = bundled_profiles().get(f"meta-{name}.1x{gpu.name}")

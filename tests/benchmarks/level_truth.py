@@ -28,7 +28,8 @@ from tuner.engine.protocol import Batch
 from tuner.engine.shape import NO_GRAPHS
 from tuner.engine.steps import StepColumns
 from tuner.shadow.fit import fit
-from tuner.shadow.speed import Uncertainty, learn
+from tuner.shadow.speed import Uncertainty
+from tuner.shadow.speed_fit import learn
 from tuner.shadow.step_model import StepModel
 
 MACHINE = MACHINES["cpu"]

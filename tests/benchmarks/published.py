@@ -80,7 +80,7 @@ def points(tables: Path) -> list[dict[str, Any]]:
     for parallel in sorted({int(row["tp"]) for row in rows}):
         mine = [row for row in rows if int(row["tp"]) == parallel]
         wanted = Wanted(gpu_of(GPU), MODEL, parallel, EngineLimits(64, BUDGET))
-        profile = derive(wanted).profile
+        profile = derive(wanted)
         predicted = [point(profile, row) for row in mine]
         middle = sorted(range(len(mine)), key=lambda i: mine[i]["tpot_ms"])[len(mine) // 2]
         seqs = int(mine[middle]["concurrency"])
@@ -161,7 +161,7 @@ def knobs(tables: Path) -> list[dict[str, Any]]:
     plan = ReplayPlan(load_model=LoadModel.CLOSED, concurrency=IN_FLIGHT)
     usual = EngineLimits(1024, 8192)
     wanted = Wanted(gpu_of("h100_sxm"), STAND_IN, limits=usual)
-    predictor = Predictor(derive(wanted).profile)
+    predictor = Predictor(derive(wanted))
 
     def told(limits: EngineLimits) -> tuple[float, float]:
         m = measure([predictor.replay(trace, limits, plan)])
@@ -192,7 +192,7 @@ def knobs(tables: Path) -> list[dict[str, Any]]:
 def orders() -> dict[str, Any]:
     """Print and return the orders that the field reports, as predicted for a 7B on an A100."""
     limits = EngineLimits(256, 2048)
-    profile = derive(Wanted(gpu_of("a100_sxm"), str(SEVEN_B), limits=limits)).profile
+    profile = derive(Wanted(gpu_of("a100_sxm"), str(SEVEN_B), limits=limits))
     predictor = Predictor(profile)
     trace = read_trace(bundled("traces") / "translation.jsonl")
 

@@ -13,10 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from support.odd_toys import FragileSource
 from support.race_parts import BETTER, CROWDED_TOY, CURRENT, TRACE, WORSE, known_ratio
 from support.run_parts import ToyRun, a_run, a_space
 from support.toy import ToyEngine, ToySource
-from support.toy_tune import CROWDED, FragileSource
+from support.toy_tune import CROWDED
 from support.traffic import replay_toy
 from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat, EngineError

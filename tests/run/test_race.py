@@ -10,11 +10,12 @@ from threading import Timer
 import numpy as np
 import pytest
 
+from support.odd_toys import FragileSource
 from support.paths import ROOT
 from support.race_parts import BETTER, CROWDED_TOY, CURRENT, TRACE, WORSE, known_ratio
 from support.run_parts import Heard, ToyRun, a_profile, a_run, a_space
 from support.toy import ToyCosts, ToySource
-from support.toy_tune import CROWDED, FragileSource
+from support.toy_tune import CROWDED
 from support.traffic import replay_toy, steady
 from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from support.job_parts import SHORT, arguments_for, run
+from support.odd_toys import FragileSource
 from support.toy import ToySource
-from support.toy_tune import CROWDED, FragileSource, job_on, write_trace
+from support.toy_tune import CROWDED, job_on, write_trace
 from support.traffic import a_trace
 from tuner.errors import EngineError, NoFeasibleConfigError, TooFewSamplesError, UsageError
 from tuner.run.inputs import fit_lengths

@@ -54,7 +54,7 @@ def a_config(folder: Path, **changed: object) -> str:
 
 @pytest.mark.slow
 def test_a_step_takes_what_the_tables_say_and_a_larger_gpu_less() -> None:
-    h200, l40s = (derive(Wanted(gpu_of(name), LLAMA)).profile for name in ("h200_sxm", "l40s"))
+    h200, l40s = (derive(Wanted(gpu_of(name), LLAMA)) for name in ("h200_sxm", "l40s"))
     assert h200.fit.step_mape_ratio < 0.03
     assert h200.fit.heldout_steps_ratio < 0.02
     trace = read_trace(ROOT / "traces" / "chat.jsonl")
@@ -72,7 +72,7 @@ def test_what_is_known_of_a_model_folder_is_used(tmp_path: Path) -> None:
     wanted = Wanted(
         gpu_of("H100"), a_config(tmp_path), limits=EngineLimits(32, 4096), max_model_len=2048
     )
-    profile = derive(wanted).profile
+    profile = derive(wanted)
     assert profile.shape.max_model_len == 2048
     assert profile.shape.device == "NVIDIA H100 80GB HBM3"
     assert profile.current_limits == EngineLimits(32, 4096)
@@ -102,12 +102,12 @@ def test_what_is_further_off_than_usual_is_warned_of(
     tmp_path: Path, changed: dict[str, object], gpu: str, parallel: int, words: str
 ) -> None:
     usual = derive(Wanted(gpu_of("h200"), a_config(tmp_path)))
-    assert usual.warnings == ()
+    assert usual.doubts == ()
     # The tables' library reads a folder once.
     found = derive(Wanted(gpu_of(gpu), a_config(tmp_path / "other", **changed), parallel))
-    assert any(words in warning for warning in found.warnings)
+    assert any(words in warning for warning in found.doubts)
     # And wherever the profile is used, which may be by somebody else.
-    write_profile(tmp_path / "p.yaml", found.profile)
+    write_profile(tmp_path / "p.yaml", found)
     assert words in StatedError.of(read_profile(tmp_path / "p.yaml")).texts[Caveat.DERIVED]
 
 
@@ -152,8 +152,8 @@ def test_keys_and_values_have_the_bits_that_vllm_gives_them_whatever_weights_hav
 ) -> None:
     """Weights of eight bits alone leave them at sixteen."""
     config = a_config(tmp_path, quantization_config={"activation_scheme": "static"} | quantised)
-    found = derive(Wanted(gpu_of("h200"), config, serve_values=served)).profile
-    usual = derive(Wanted(gpu_of("h200"), a_config(tmp_path / "full"))).profile
+    found = derive(Wanted(gpu_of("h200"), config, serve_values=served))
+    usual = derive(Wanted(gpu_of("h200"), a_config(tmp_path / "full")))
     at = EngineLimits(64, 2048)
     times = found.num_blocks_at(at) / usual.num_blocks_at(at)
     assert times == pytest.approx(2.0 if is_halved else 1.0, rel=0.05)
@@ -161,7 +161,7 @@ def test_keys_and_values_have_the_bits_that_vllm_gives_them_whatever_weights_hav
 
 def test_a_window_that_is_not_used_is_none(tmp_path: Path) -> None:
     config = a_config(tmp_path, sliding_window=1024, use_sliding_window=False)
-    assert derive(Wanted(gpu_of("h200"), config)).warnings == ()
+    assert derive(Wanted(gpu_of("h200"), config)).doubts == ()
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_what_is_served_otherwise_than_by_default_is_in_the_profile(tmp_path: Pa
         "prefill-schedule-interval": "4",
         "served-model-name": "mine",
     }
-    profile = derive(Wanted(gpu_of("h200"), a_config(tmp_path), serve_values=served)).profile
+    profile = derive(Wanted(gpu_of("h200"), a_config(tmp_path), serve_values=served))
     shape = profile.shape
     assert (shape.captured_sizes, shape.prefix_caching, shape.asynchronous) == (
         (),
@@ -235,7 +235,7 @@ def test_a_batch_that_is_waited_for_is_prepared_and_launched_first(tmp_path: Pat
         for is_asynchronous in (False, True):
             served = {"enforce-eager": is_eager, "async-scheduling": is_asynchronous}
             config = a_config(tmp_path)
-            profile = derive(Wanted(gpu_of("h200"), config, serve_values=served)).profile
+            profile = derive(Wanted(gpu_of("h200"), config, serve_values=served))
             took_s[is_eager, is_asynchronous] = profile.step_model.step_s(decodes)
     added_s = took_s[False, False] - took_s[False, True]
     assert added_s == pytest.approx(PREPARING_S, rel=0.2)
@@ -267,7 +267,7 @@ def test_what_vllm_would_not_start_is_refused_and_told_what_it_would() -> None:
     with pytest.raises(UsageError, match="holds 91,536 tokens") as caught:
         derive(Wanted(gpu, model))
     assert "max-model-len: 91136" in caught.value.hint
-    assert derive(Wanted(gpu, model, max_model_len=91136)).profile.shape.max_model_len == 91136
+    assert derive(Wanted(gpu, model, max_model_len=91136)).shape.max_model_len == 91136
 
 
 @pytest.mark.slow
@@ -276,7 +276,7 @@ def test_no_more_memory_is_asked_for_than_the_limits_take() -> None:
     fits = EngineLimits(256, 16384)
     model = "Qwen/Qwen3-32B-FP8-Static-PerTensor"
     wanted = Wanted(gpu_of("l40s"), model, 1, fits, max_model_len=16384)
-    profile = derive(wanted).profile
+    profile = derive(wanted)
     assert profile.num_blocks_at(fits) == profile.kv_starts[0].num_blocks > 1024
 
 
@@ -284,20 +284,20 @@ def test_no_more_memory_is_asked_for_than_the_limits_take() -> None:
 @pytest.mark.parametrize("model", ["Qwen/Qwen3-30B-A3B", "mistralai/Mixtral-8x7B-v0.1"])
 def test_experts_are_spread_over_gpus_as_all_else_and_without_a_network(model: str) -> None:
     one, two = (derive(Wanted(gpu_of("h200"), model, count)) for count in (1, 2))
-    assert any("mixture of experts" in warning for warning in two.warnings)
+    assert any("mixture of experts" in warning for warning in two.doubts)
     at = EngineLimits(64, 8192)
-    assert two.profile.num_blocks_at(at) > 2 * one.profile.num_blocks_at(at)
+    assert two.num_blocks_at(at) > 2 * one.num_blocks_at(at)
 
 
 def test_a_model_that_was_trained_further_has_the_layers_of_the_one_that_is_known() -> None:
     """And a profile of either is one of both; of what was measured that is not taken so."""
     known, named = "meta-llama/Meta-Llama-3.1-8B", "meta-llama/Llama-3.1-8B-Instruct"
     base, found = (derive(Wanted(gpu_of("h200"), model)) for model in (known, named))
-    assert found.profile.step_model == base.profile.step_model
-    assert found.warnings == (f"by its name it has the layers of {known}, which are taken",)
-    assert ProfiledEngine(base.profile).unlike({"model": named}) == []
-    assert ProfiledEngine(base.profile).unlike({"model": f"{named}-FP8"})
-    measured = replace(base.profile, origin="")
+    assert found.step_model == base.step_model
+    assert found.doubts == (f"by its name it has the layers of {known}, which are taken",)
+    assert ProfiledEngine(base).unlike({"model": named}) == []
+    assert ProfiledEngine(base).unlike({"model": f"{named}-FP8"})
+    measured = replace(base, origin="")
     assert "made with model" in ProfiledEngine(measured).unlike({"model": named})[0]
 
 
@@ -312,7 +312,7 @@ def test_weights_of_other_bits_are_told_from_those_of_the_same_name(tmp_path: Pa
     (tmp_path / "other").mkdir()
     fp8 = {"quant_method": "fp8", "activation_scheme": "static"}
     config = a_config(tmp_path / "other" / folder.name, quantization_config=fp8)
-    made = ProfiledEngine(derive(Wanted(gpu_of("h200"), config)).profile)
+    made = ProfiledEngine(derive(Wanted(gpu_of("h200"), config)))
     assert made.unlike({"model": config}) == []
     assert "quantised weights" in made.unlike({"model": a_config(folder)})[0]
 

@@ -33,7 +33,8 @@ from tuner.shadow.prepared import PreparedTrace
 from tuner.shadow.profiles import KvStart, Profile
 from tuner.shadow.simulated import SimulatedEngine
 from tuner.shadow.simulator import simulate
-from tuner.shadow.speed import MoodSpreads, Speed, Uncertainty, with_host
+from tuner.shadow.speed import MoodSpreads, Speed, Uncertainty
+from tuner.shadow.speed_fit import with_host
 from tuner.shadow.step_model import NO_HOST, Host, StepModel
 from tuner.stats import Floats
 from tuner.traffic.prompts import PromptSource

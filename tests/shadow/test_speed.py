@@ -11,7 +11,8 @@ from support.step_parts import LINEAR, columns
 from tuner.engine.steps import StepColumns
 from tuner.errors import UsageError
 from tuner.shadow.fit import fit
-from tuner.shadow.speed import START, Speed, Uncertainty, learn
+from tuner.shadow.speed import START, Speed, Uncertainty
+from tuner.shadow.speed_fit import learn
 from tuner.shadow.step_model import TERMS, StepModel
 from tuner.stats import Floats
 

@@ -14,10 +14,10 @@ import sys
 from pathlib import Path
 
 from tuner.errors import UsageError
-from tuner.shadow.derived.derive import Derived, derive
+from tuner.shadow.derived.derive import derive
 from tuner.shadow.derived.gpus import gpu_of
 from tuner.shadow.derived.wanted import Wanted
-from tuner.shadow.profiles import write_profile
+from tuner.shadow.profiles import Profile, write_profile
 
 MODELS = (
     "Qwen/Qwen3-1.7B",
@@ -31,14 +31,14 @@ GPUS = ("h100_sxm", "h200_sxm", "b200_sxm", "l40s", "rtx_pro_6000_server", "a100
 ENOUGH = 4000
 
 
-def smallest(model: str, gpu: str) -> tuple[int, Derived]:
+def smallest(model: str, gpu: str) -> tuple[int, Profile]:
     """Return on how many of a GPU a model is served, and the profile of that."""
     for count in (1, 2, 4, 8):
         try:
             found = derive(Wanted(gpu_of(gpu), model, count))
         except UsageError:
             continue
-        if found.profile.kv_starts[0].num_blocks >= ENOUGH:
+        if found.kv_starts[0].num_blocks >= ENOUGH:
             return count, found
     raise SystemExit(f"{model} fits on no eight {gpu}")
 
@@ -51,8 +51,8 @@ def main(folder: Path) -> None:
             count, found = smallest(model, gpu)
             name = model.rpartition("/")[2].lower()
             path = folder / f"{name}.{count}x{gpu}.yaml"
-            write_profile(path, found.profile)
-            print(path, *found.warnings, sep="; ")
+            write_profile(path, found)
+            print(path, *found.doubts, sep="; ")
 
 
 if __name__ == "__main__":

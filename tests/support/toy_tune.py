@@ -9,91 +9,28 @@ those of `tune`, or `worker` and those of `tune worker`.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from support.toy import EXIT_CODE, LAST_WORDS, ToyCosts, ToyEngine, ToySource
+from support.odd_toys import SlowSource
+from support.toy import ToyCosts, ToySource
 from tuner.cli import hear_endings, hear_no_more
 from tuner.cli.commands import tune
 from tuner.cli.console import say, say_error
 from tuner.cli.tune import read_job, run_job
 from tuner.cli.worker import WorkerOptions, run_worker
 from tuner.engine.limits import EngineLimits
-from tuner.engine.protocol import Step
-from tuner.errors import EngineError, TunerError
+from tuner.errors import TunerError
 
 PATIENCE_S = 60.0
 # Beyond ten sequences a step pays dearly, so a cap near ten is best whatever the ladder says.
 CROWDED = ToyCosts(knee=10, crowd_s=0.0003)
-
-
-@dataclass(frozen=True, slots=True)
-class FragileSource(ToySource):
-    """A toy that starts and warms up at any ceiling, and fails in a replay above a cap."""
-
-    fails_above: int = 1_000_000
-    dies: bool = False
-
-    def start(self, values: Mapping[str, object], ceiling: EngineLimits) -> FragileEngine:
-        """Start a toy at the ceiling."""
-        self.facts(values)
-        return FragileEngine(self, ceiling)
-
-
-class FragileEngine(ToyEngine):
-    """The toy of a FragileSource."""
-
-    def __init__(self, source: FragileSource, ceiling: EngineLimits) -> None:
-        super().__init__(source, ceiling)
-        self._fragile = source
-        self._cap = 0
-
-    def set_limits(self, limits: EngineLimits) -> None:
-        """Take new limits, which the next step may not survive."""
-        super().set_limits(limits)
-        self._cap = limits.max_num_seqs
-
-    def step(self) -> Step:
-        """Fail, or schedule one batch."""
-        if self._cap <= self._fragile.fails_above:
-            return super().step()
-        if self._fragile.dies:
-            os.write(2, f"INFO toy: all is well\n{LAST_WORDS}\n".encode())
-            os._exit(EXIT_CODE)
-        raise EngineError(f"the toy has no memory for {self._cap} sequences")
-
-
-@dataclass(frozen=True, slots=True)
-class SlowSource(ToySource):
-    """A toy whose replays each take a while in real time, so that others can join meanwhile."""
-
-    pause_s: float = 0.0
-
-    def start(self, values: Mapping[str, object], ceiling: EngineLimits) -> SlowEngine:
-        """Start a toy at the ceiling."""
-        self.facts(values)
-        return SlowEngine(self, ceiling)
-
-
-class SlowEngine(ToyEngine):
-    """The toy of a SlowSource."""
-
-    def __init__(self, source: SlowSource, ceiling: EngineLimits) -> None:
-        super().__init__(source, ceiling)
-        self._pause_s = source.pause_s
-
-    def set_limits(self, limits: EngineLimits) -> None:
-        """Take new limits, as every replay begins."""
-        super().set_limits(limits)
-        time.sleep(self._pause_s)
 
 
 def job_on(source: ToySource | None, arguments: Sequence[str]) -> int:

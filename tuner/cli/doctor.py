@@ -40,23 +40,16 @@ _INSTALL_VLLM: Final = (
 )
 _UPGRADE: Final = "pip install --upgrade max-num-seqs-tuner"
 _MEND: Final = "mend what is missing below"
+_EXTRA: Final = "pip install 'max-num-seqs-tuner[{}]'"
 _ABILITIES: Final = {
-    "reports": (("jinja2",), _UPGRADE, True),
-    "traffic from Prometheus": (("prometheus-api-client",), _UPGRADE, True),
-    "traces in CSV": (("polars",), "pip install 'max-num-seqs-tuner[csv]'", False),
-    "profiles of other GPUs": (
-        ("aiconfigurator-core",),
-        "pip install 'max-num-seqs-tuner[predict]'",
-        False,
-    ),
-    "clocks and heat of NVIDIA GPUs": (("nvidia-ml-py",), "pip install nvidia-ml-py", False),
-    "studies in PostgreSQL": (
-        ("psycopg",),
-        "pip install 'max-num-seqs-tuner[postgres]'",
-        False,
-    ),
+    "reports": ("jinja2", _UPGRADE, True),
+    "traffic from Prometheus": ("prometheus-api-client", _UPGRADE, True),
+    "traces in CSV": ("polars", _EXTRA.format("csv"), False),
+    "profiles of other GPUs": ("aiconfigurator-core", _EXTRA.format("predict"), False),
+    "clocks and heat of NVIDIA GPUs": ("nvidia-ml-py", "pip install nvidia-ml-py", False),
+    "studies in PostgreSQL": ("psycopg", _EXTRA.format("postgres"), False),
 }
-"""What single libraries are for: the libraries, what installs them, and whether all need it."""
+"""What a library is for: the library, what installs it, and whether all need it."""
 _OPTIONAL_PROGRAMS: Final = {
     "g++": ("compiled models on a CPU (without enforce-eager)", "g++"),
     "prometheus": ("tests against a real Prometheus server", "prometheus"),
@@ -325,15 +318,11 @@ def _compiled_code_check() -> Check:
 
 
 def _ability_check(name: str) -> Check:
-    """Return whether the libraries are installed that something takes."""
-    libraries, fix, is_required = _ABILITIES[name]
-    versions = {library: installed_version(library) for library in libraries}
-    missing = [library for library, version in versions.items() if not version]
-    if missing:
-        found = f"without {', '.join(missing)}"
-        return Check(name, ok=False, found=found, fix=fix, is_required=is_required)
-    found = ", ".join(f"{library} {version}" for library, version in versions.items())
-    return Check(name, ok=True, found=found, is_required=is_required)
+    """Return whether the library is installed that something takes."""
+    library, fix, is_required = _ABILITIES[name]
+    version = installed_version(library)
+    found = f"{library} {version}" if version else f"without {library}"
+    return Check(name, bool(version), found, "" if version else fix, is_required)
 
 
 def _numa_check() -> Check:

@@ -129,8 +129,7 @@ class DeriveOptions:
 
 def run_profile_derive(options: DeriveOptions) -> int:
     """Derive the profile, write it and say what to expect of it. Raises: TunerError."""
-    found = derive(options.wanted)
-    profile = found.profile
+    profile = derive(options.wanted)
     write_profile(options.output, profile)
     at = profile.current_limits
     gpus = f"{options.wanted.tensor_parallel} x {profile.shape.device}"
@@ -144,7 +143,7 @@ def run_profile_derive(options: DeriveOptions) -> int:
             else []
         ),
         f"{profile.num_blocks_at(at):,} KV-cache blocks of {profile.shape.block_size} tokens",
-        *(f"warning: {warning}" for warning in found.warnings),
+        *(f"warning: {warning}" for warning in profile.doubts),
     ]
     content = {
         "limits": at,
@@ -152,7 +151,7 @@ def run_profile_derive(options: DeriveOptions) -> int:
         "tables_of_vllm": tables,
         "num_blocks": profile.num_blocks_at(at),
         "fit_error_ratio": profile.fit.step_mape_ratio,
-        "warnings": list(found.warnings),
+        "warnings": list(profile.doubts),
     }
     show_result(content, lines, as_json=options.as_json)
     say(f"written: {options.output}")

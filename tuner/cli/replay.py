@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -88,8 +88,9 @@ def run_replay(options: ReplayOptions, source: EngineSource | None = None) -> in
     plan = options.traffic.plan(traffic.trace)
     check_lead_in(options.lead_in_s, plan.load_model)
     announce(traffic, is_demo=engine.is_demo)
+    job = _Job(options, engine, traffic, plan)
     if profiled is not None:
-        limits, measured = _predicted(profiled, options, engine, traffic, plan)
+        limits, measured = job.predicted(profiled)
     else:
         live = source or LiveSource(options.traffic.is_greedy)
         patience_s = options.traffic.start_timeout_s
@@ -97,7 +98,7 @@ def run_replay(options: ReplayOptions, source: EngineSource | None = None) -> in
             log_folder("tune-replay-") as folder,
             EngineProcess(live, folder / "engine.log", patience_s) as host,
         ):
-            limits, measured = _measured(host, options, engine, traffic, plan)
+            limits, measured = job.measured(host)
     content = {
         "engine": "live" if profiled is None else "shadow",
         "limits": limits,
@@ -109,76 +110,66 @@ def run_replay(options: ReplayOptions, source: EngineSource | None = None) -> in
     return 0
 
 
-def _measured(
-    host: EngineProcess,
-    options: ReplayOptions,
-    engine: EngineChoice,
-    traffic: Traffic,
-    plan: ReplayPlan,
-) -> tuple[EngineLimits, Measurement]:
-    """Start the engine at the limits and replay."""
-    facts = host.facts(engine.values)
-    trace, window = _part(options, traffic, facts)
-    limits = options.limits.over(facts.current_limits)
-    started = host.start(engine.values, limits)
-    say(f"engine started in {started.start_s:.1f} s; if it fails its log is {host.log_path}")
-    for line in started.notes:
-        say(line)
-    host.load("trace", window.of(plan.on(trace)), options.traffic.seed)
-    with ReplayDisplay() as display:
-        measured = measure([host.replay("trace", limits, plan, display.progress)])
-    found = set(doubts(facts, plan, trace.output_tokens))
-    if started.others:
-        found.add(Caveat.GPU_SHARED)
-    asked = _asked_for(options, engine, traffic, plan, trace, window)
-    return limits, replace(measured, caveats=(*measured.caveats, *asked, *sorted(found)))
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What is replayed, on which engine."""
 
+    options: ReplayOptions
+    engine: EngineChoice
+    traffic: Traffic
+    plan: ReplayPlan
 
-def _predicted(
-    profiled: ProfiledEngine,
-    options: ReplayOptions,
-    engine: EngineChoice,
-    traffic: Traffic,
-    plan: ReplayPlan,
-) -> tuple[EngineLimits, Measurement]:
-    """Predict a replay at the limits."""
-    facts = profiled.facts(engine.values)
-    trace, window = _part(options, traffic, facts)
-    limits = options.limits.over(facts.current_limits)
-    predictor = Predictor(profiled.profile, seed=options.traffic.seed)
-    if remark := predictor.info(limits).remark:
-        say(remark)
-    measured = measure([predictor.replay(window.of(plan.on(trace)), limits, plan)])
-    asked = _asked_for(options, engine, traffic, plan, trace, window)
-    found = sorted(doubts(facts, plan, trace.output_tokens))
-    return limits, replace(measured, caveats=(*measured.caveats, *asked, *found))
+    def measured(self, host: EngineProcess) -> tuple[EngineLimits, Measurement]:
+        """Start the engine at the limits and replay."""
+        facts, plan = host.facts(self.engine.values), self.plan
+        trace, window, limits = self._fitted(facts)
+        started = host.start(self.engine.values, limits)
+        say(
+            f"engine started in {started.start_s:.1f} s; if it fails its log is {host.log_path}"
+        )
+        for line in started.notes:
+            say(line)
+        host.load("trace", window.of(plan.on(trace)), self.options.traffic.seed)
+        with ReplayDisplay() as display:
+            measured = measure([host.replay("trace", limits, plan, display.progress)])
+        shared = {Caveat.GPU_SHARED} if started.others else set()
+        found = sorted(shared | doubts(facts, plan, trace.output_tokens))
+        return limits, self._with_caveats(measured, trace, window, found)
 
+    def predicted(self, profiled: ProfiledEngine) -> tuple[EngineLimits, Measurement]:
+        """Predict a replay at the limits."""
+        facts, plan = profiled.facts(self.engine.values), self.plan
+        trace, window, limits = self._fitted(facts)
+        predictor = Predictor(profiled.profile, seed=self.options.traffic.seed)
+        if remark := predictor.info(limits).remark:
+            say(remark)
+        measured = measure([predictor.replay(window.of(plan.on(trace)), limits, plan)])
+        found = sorted(doubts(facts, plan, trace.output_tokens))
+        return limits, self._with_caveats(measured, trace, window, found)
 
-def _part(options: ReplayOptions, traffic: Traffic, facts: EngineFacts) -> tuple[Trace, Window]:
-    """Return the trace as the engine takes it, and what of it is replayed."""
-    trace = options.traffic.fitted(traffic.trace, facts.max_model_len)
-    return trace, options.traffic.window_of(trace).with_lead_in(options.lead_in_s)
+    def _fitted(self, facts: EngineFacts) -> tuple[Trace, Window, EngineLimits]:
+        """Return the trace as the engine takes it, what of it is replayed, and the limits."""
+        options = self.options
+        trace = options.traffic.fitted(self.traffic.trace, facts.max_model_len)
+        window = options.traffic.window_of(trace).with_lead_in(options.lead_in_s)
+        return trace, window, options.limits.over(facts.current_limits)
 
-
-def _asked_for(
-    options: ReplayOptions,
-    engine: EngineChoice,
-    traffic: Traffic,
-    plan: ReplayPlan,
-    trace: Trace,
-    window: Window,
-) -> list[Caveat]:
-    """Return the caveats that follow from what was asked for."""
-    applies = [
-        (Caveat.SHADOW_ONLY, options.shadow is not None),
-        (Caveat.PROFILE_FORCED, options.shadow is not None and options.shadow.is_forced),
-        (Caveat.CLOSED_LOOP, plan.load_model is LoadModel.CLOSED),
-        (Caveat.DEMO_MODEL, engine.is_demo),
-        (Caveat.WINDOWED, window != whole(trace)),
-        (Caveat.REQUESTS_CLIPPED, bool(trace.notes.clipped)),
-        *((caveat, caveat is not Caveat.LOW_DEMAND) for caveat in sorted(traffic.caveats)),
-    ]
-    return [caveat for caveat, holds in applies if holds]
+    def _with_caveats(
+        self, measured: Measurement, trace: Trace, window: Window, found: Sequence[Caveat]
+    ) -> Measurement:
+        """Return the measurement with what follows from what was asked for, and was found."""
+        shadow = self.options.shadow
+        applies = [
+            (Caveat.SHADOW_ONLY, shadow is not None),
+            (Caveat.PROFILE_FORCED, shadow is not None and shadow.is_forced),
+            (Caveat.CLOSED_LOOP, self.plan.load_model is LoadModel.CLOSED),
+            (Caveat.DEMO_MODEL, self.engine.is_demo),
+            (Caveat.WINDOWED, window != whole(trace)),
+            (Caveat.REQUESTS_CLIPPED, bool(trace.notes.clipped)),
+            *((one, one is not Caveat.LOW_DEMAND) for one in sorted(self.traffic.caveats)),
+        ]
+        asked = [caveat for caveat, holds in applies if holds]
+        return replace(measured, caveats=(*measured.caveats, *asked, *found))
 
 
 def _lines(limits: EngineLimits, m: Measurement, texts: Mapping[Caveat, str]) -> list[str]:

@@ -144,62 +144,50 @@ def _scaling_notes(answer: GateAnswer) -> list[str]:
     ]
 
 
+def _scaler(
+    answer: GateAnswer, version: str, kind: str, spec: dict[str, Any], *notes: str
+) -> str:
+    """Return an autoscaler of the deployment, with what it rests on."""
+    content = {"apiVersion": version, "kind": kind, "metadata": {"name": "vllm"}, "spec": spec}
+    return yaml_text(content, [*notes, *_scaling_notes(answer)])
+
+
 def _keda(answer: GateAnswer) -> str:
-    target = _target(answer)
-    query = "sum(vllm:num_requests_running) + sum(vllm:num_requests_waiting)"
     trigger = {
         "type": "prometheus",
         "metricType": "AverageValue",
         "metadata": {
             "serverAddress": "http://prometheus:9090",
-            "query": query,
-            "threshold": str(target),
+            "query": "sum(vllm:num_requests_running) + sum(vllm:num_requests_waiting)",
+            "threshold": str(_target(answer)),
         },
     }
-    notes = ["requests in flight of all replicas, over the threshold: so many replicas"]
-    return yaml_text(
-        {
-            "apiVersion": "keda.sh/v1alpha1",
-            "kind": "ScaledObject",
-            "metadata": {"name": "vllm"},
-            "spec": {
-                "scaleTargetRef": {"name": "vllm"},
-                "minReplicaCount": 1,
-                "maxReplicaCount": MOST_REPLICAS,
-                "triggers": [trigger],
-            },
-        },
-        [*notes, *_scaling_notes(answer)],
-    )
+    spec = {
+        "scaleTargetRef": {"name": "vllm"},
+        "minReplicaCount": 1,
+        "maxReplicaCount": MOST_REPLICAS,
+        "triggers": [trigger],
+    }
+    note = "requests in flight of all replicas, over the threshold: so many replicas"
+    return _scaler(answer, "keda.sh/v1alpha1", "ScaledObject", spec, note)
 
 
 def _hpa(answer: GateAnswer) -> str:
     target = {"type": "AverageValue", "averageValue": str(_target(answer))}
-    metric: dict[str, Any] = {
-        "type": "Pods",
-        "pods": {"metric": {"name": "vllm_num_requests_in_flight"}, "target": target},
+    pods = {"metric": {"name": "vllm_num_requests_in_flight"}, "target": target}
+    spec = {
+        "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": "vllm"},
+        "minReplicas": 1,
+        "maxReplicas": MOST_REPLICAS,
+        "metrics": [{"type": "Pods", "pods": pods}],
     }
-    notes = [
+    return _scaler(
+        answer,
+        "autoscaling/v2",
+        "HorizontalPodAutoscaler",
+        spec,
         "the metric is vllm:num_requests_running + vllm:num_requests_waiting of a pod, which",
         "an adapter such as prometheus-adapter has to offer under this name",
-    ]
-    return yaml_text(
-        {
-            "apiVersion": "autoscaling/v2",
-            "kind": "HorizontalPodAutoscaler",
-            "metadata": {"name": "vllm"},
-            "spec": {
-                "scaleTargetRef": {
-                    "apiVersion": "apps/v1",
-                    "kind": "Deployment",
-                    "name": "vllm",
-                },
-                "minReplicas": 1,
-                "maxReplicas": MOST_REPLICAS,
-                "metrics": [metric],
-            },
-        },
-        [*notes, *_scaling_notes(answer)],
     )
 
 

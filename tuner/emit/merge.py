@@ -81,7 +81,7 @@ def merge(path: Path, edit: Edit) -> Merged:
     after = _kept(text, plain, wanted)
     if _values(after) != _values(wanted):
         after = wanted
-    if not _comments(text) - _comments(after) <= _own_remarks(text):
+    if not all(map(own_remark, _comments(text) - _comments(after))):
         raise UsageError(
             f"{path} cannot be changed without losing a comment of yours: expected one setting "
             "a line",
@@ -246,11 +246,6 @@ def own_remark(comment: str) -> bool:
     (True, False)
     """
     return _OWN_REMARK.match(comment.lstrip()) is not None
-
-
-def _own_remarks(text: str) -> Counter[str]:
-    """Return the comments of a text that this tool has written."""
-    return Counter({c: n for c, n in _comments(text).items() if own_remark(c)})
 
 
 def _comments(text: str) -> Counter[str]:

@@ -195,9 +195,8 @@ def limits_in(path: Path, chosen: Format, names: Names) -> EngineLimits | None:
     seqs, tokens = map(found.get, _MARKED)
     if seqs is not None and tokens is not None:
         return EngineLimits(seqs, tokens)
-    named = {
-        key for key in _MARKED.values() if any(_spells(key, text) for text in texts.values())
-    }
+    spelled = [text.replace("_", "-") for text in texts.values()]
+    named = {key for key in _MARKED.values() if any(key in text for text in spelled)}
     if (seqs is None) is not (tokens is None) or len(named) == 1:
         raise UsageError(
             f"{path} sets one of the two limits alone",
@@ -214,11 +213,6 @@ def _limits_of_line(line: str) -> dict[str, int | None]:
     texts = {mark: last_value(line, key) for mark, key in _MARKED.items()}
     found = {mark: human_integer(text) for mark, text in texts.items() if text is not None}
     return {} if None in found.values() else found
-
-
-def _spells(key: str, text: str) -> bool:
-    """Whether a text names a limit, in either of its spellings."""
-    return key in text.replace("_", "-")
 
 
 def _texts(

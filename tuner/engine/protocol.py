@@ -50,20 +50,15 @@ class EngineInfo:
         cls, shape: EngineShape, ceiling: EngineLimits, num_blocks: int, remark: str = ""
     ) -> Self:
         """Return what is known of the engine that a shadow stands in for."""
+        names = ["device", "dtype", "vllm_version", "vocab_size", "max_model_len"]
+        names += ["block_size", "asynchronous", "has_priorities"]
         return cls(
             kind="shadow",
-            device=shape.device,
-            dtype=shape.dtype,
-            vllm_version=shape.vllm_version,
-            vocab_size=shape.vocab_size,
-            max_model_len=shape.max_model_len,
-            block_size=shape.block_size,
             num_blocks=num_blocks,
             ceiling=ceiling,
             can_change_limits=True,
-            asynchronous=shape.asynchronous,
             remark=remark,
-            has_priorities=shape.has_priorities,
+            **{name: getattr(shape, name) for name in names},
         )
 
 

@@ -172,6 +172,11 @@ class Measurement:
     utilisation: float | None = None
     offered_per_s: float | None = None
     host_bound_ratio: float = 0.0
+    unfinished: int = 0
+    turned_away: int = 0
+    truncated: int = 0
+    gpu: GpuLog | None = None
+    unserved_ratio: float = 0.0
 
     @property
     def spans_lives(self) -> bool:
@@ -203,77 +208,48 @@ class Measurement:
             return math.inf
         return self.latency(metric, statistic)
 
-    unfinished: int = 0
-    turned_away: int = 0
-    truncated: int = 0
-    gpu: GpuLog | None = None
-    unserved_ratio: float = 0.0
-
     def latency(self, metric: str, statistic: str) -> float | None:
         """Return one statistic of one latency, or None where nothing was measured."""
         spread = self.latencies[metric]
         return None if spread is None else spread.value(statistic)
 
     def _latencies_json(self) -> dict[str, Any]:
-        empty: dict[str, Any] = {
-            "mean": None,
-            **dict.fromkeys(QUANTILES),
-            "n": 0,
-            "lost": 0,
-            "intervals": {},
-        }
+        empty: dict[str, Any] = dict.fromkeys(("mean", *QUANTILES))
+        empty |= {"n": 0, "lost": 0, "intervals": {}}
         return {
             name: empty if spread is None else spread.as_json()
             for name, spread in self.latencies.items()
-        }
-
-    def _ends_json(self) -> dict[str, Any]:
-        """Return how many requests came, and what became of them."""
-        return {
-            "offered": self.offered,
-            "completed": self.completed,
-            "refused": self.refused,
-            "timed_out": self.timed_out,
-            "aborted": self.aborted,
-            "turned_away": self.turned_away,
-            "truncated": self.truncated,
-            "lost_ratio": self.lost_ratio,
-            "offered_per_s": self.offered_per_s,
-            "unfinished": self.unfinished,
         }
 
     def as_json(self) -> dict[str, Any]:
         """Return every number under the name that `tune replay --json` documents."""
         usage = {"mean": self.kv_usage.mean, "p99": self.kv_usage.p99, "max": self.kv_usage.max}
         return {
-            **self._ends_json(),
-            "requests_per_s": self.requests_per_s,
-            "output_tokens_per_s": self.output_tokens_per_s,
-            "goodput_per_s": self.goodput_per_s,
-            "slo_attainment_ratio": self.slo_attainment_ratio,
+            **{name: getattr(self, name) for name in _REQUESTS},
             **self._latencies_json(),
             "queue_depth": {"mean": self.queue_depth.mean, "max": self.queue_depth.max},
             "running": {"mean": self.running.mean, "max": self.running.max},
             "gpu_cache_usage_perc": usage,
             "kv_cache_usage_perc": usage,
-            "preemptions": self.preemptions,
-            "prefix_cache_hit_ratio": self.prefix_cache_hit_ratio,
             "sustained": self.is_sustained,
-            "utilisation": self.utilisation,
-            "distorted_steps_ratio": self.distorted_steps_ratio,
-            "host_bound_ratio": self.host_bound_ratio,
-            "send_lag_p99_s": self.send_lag_p99_s,
-            "max_step_tokens": self.max_step_tokens,
-            "cut_reason": self.cut_reason,
+            **{name: getattr(self, name) for name in _ENGINE},
             "caveats": [str(caveat) for caveat in self.caveats],
-            "steps": self.steps,
-            "busy_s": self.busy_s,
             "virtual_duration_s": self.clock_s,
-            "wall_s": self.wall_s,
-            "load": self.load,
-            "capacity": self.capacity,
             "gpu": None if self.gpu is None else self.gpu.as_json(),
         }
+
+
+# What stands in JSON under its own name: of the requests, and of the engine that served them.
+_REQUESTS = (
+    *("offered", "completed", "refused", "timed_out", "aborted", "turned_away", "truncated"),
+    *("lost_ratio", "offered_per_s", "unfinished", "requests_per_s", "output_tokens_per_s"),
+    *("goodput_per_s", "slo_attainment_ratio"),
+)
+_ENGINE = (
+    *("preemptions", "prefix_cache_hit_ratio", "utilisation", "distorted_steps_ratio"),
+    *("host_bound_ratio", "send_lag_p99_s", "max_step_tokens", "cut_reason", "steps", "busy_s"),
+    *("wall_s", "load", "capacity"),
+)
 
 
 def load_text(
@@ -332,7 +308,11 @@ def measure(
         kv_usage=levels(logs, "kv_usage_ratio"),
         preemptions=sum(s.preempted for s in steps),
         prefix_cache_hit_ratio=_hit_ratio(steps),
-        is_sustained=all(not log.cut_reason and _kept_up(log) for log in logs),
+        is_sustained=all(
+            not log.cut_reason
+            and is_sustained(log.timelines, is_closed_loop=log.is_closed_loop)
+            for log in logs
+        ),
         distorted_steps_ratio=_pooled_ratio(steps),
         send_lag_p99_s=_send_lag_p99_s(lines) if statistics is _ALL else None,
         max_step_tokens=max((s.max_step_tokens for s in steps), default=0),
@@ -355,10 +335,6 @@ def _parts(logs: Sequence[ReplayLog]) -> tuple[list[Timelines], list[StepSummary
     if not logs:
         raise ValueError("nothing was replayed")
     return [log.timelines for log in logs], [log.steps for log in logs]
-
-
-def _kept_up(log: ReplayLog) -> bool:
-    return is_sustained(log.timelines, is_closed_loop=log.is_closed_loop)
 
 
 def _offered_per_s(lines: Sequence[Timelines]) -> float | None:

@@ -30,15 +30,10 @@ def knobs(run: RunFiles) -> Section:
         return Section("knobs", title, says, tables=others)
     said = [
         *_sentences(run, observations),
-        *_starting_points(run),
+        *(sentence(point.text) for point in run.result.starting_points),
         *_together(run.result.knobs),
     ]
     return Section("knobs", title, tuple(said), tables=(_map(run, observations), *others))
-
-
-def _starting_points(run: RunFiles) -> list[str]:
-    """Say how far starting points are from the answer."""
-    return [sentence(point.text) for point in run.result.starting_points]
 
 
 def _together(advice: KnobAdvice | None) -> list[str]:

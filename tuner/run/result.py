@@ -7,7 +7,7 @@ What is said of the winner is worked out in `evidence`, wording for a terminal i
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -19,21 +19,11 @@ from tuner.errors import UsageError
 from tuner.files import UNREADABLE
 from tuner.replay.slo import LATENCIES
 from tuner.run.directory import RESULT_FILE, RUN_FILE
-from tuner.run.evidence import (
-    MetricChange,
-    kv_text,
-    metric_changes,
-)
+from tuner.run.evidence import MetricChange, kv_text, metric_changes
 from tuner.run.knobs.records import KnobAdvice
 from tuner.run.loads.records import ClientAdvice
 from tuner.run.variants.records import VariantComparison
-from tuner.search.objective import (
-    Bounds,
-    Objective,
-    is_rate,
-    moved,
-    moved_bounds,
-)
+from tuner.search.objective import Bounds, Objective, is_rate, moved, moved_bounds
 from tuner.search.race import Odds, RaceVerdict, Standing
 from tuner.search.trials import Phase, Trial, predictions
 from tuner.stats import Estimate
@@ -229,17 +219,9 @@ class EngineRecord:
     @classmethod
     def of(cls, info: EngineInfo) -> Self:
         """Return what the result keeps of an engine."""
-        return cls(
-            kind=info.kind,
-            vllm_version=info.vllm_version,
-            device=info.device,
-            dtype=info.dtype,
-            max_model_len=info.max_model_len,
-            block_size=info.block_size,
-            num_blocks=info.num_blocks,
-            started_at_limits=info.ceiling,
-            sampling=info.sampling,
-        )
+        names = {field.name for field in fields(cls)} - {"started_at_limits"}
+        same = {name: getattr(info, name) for name in names}
+        return cls(started_at_limits=info.ceiling, **same)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,12 +284,9 @@ class Restlessness:
         if open_ratio is not None and not is_sure:
             shrinks = max(0.0, open_ratio**2 - OWN_RATIO**2)
             more_s = spent_s * max(0.0, shrinks / (KNOWN_RATIO**2 - OWN_RATIO**2) - 1)
-        is_long = more_s is not None and more_s > MOST_MORE_S
-        return cls(
-            apart_ratio=apart_ratio,
-            open_ratio=open_ratio,
-            more_s=None if is_long else more_s,
-        )
+        if more_s is not None and more_s > MOST_MORE_S:
+            more_s = None
+        return cls(apart_ratio=apart_ratio, open_ratio=open_ratio, more_s=more_s)
 
     @property
     def text(self) -> str:
@@ -329,8 +308,7 @@ class StartFinding(LimitsRecord):
     """How far a starting point is from what is recommended, by the prediction of both.
 
     `ratio` is what it costs over the recommendation, a rate as its inverse, None where it
-    fails;
-    `state` is its tier where that is worse, empty where it is not.
+    fails; `state` is its tier where that is worse, empty where it is not.
     """
 
     name: str
@@ -341,15 +319,12 @@ class StartFinding(LimitsRecord):
     @property
     def text(self) -> str:
         """Return it as a line."""
-        by = (
-            "it fails"
-            if self.ratio is None
-            else f"{self.metric} {moved(self.metric, self.ratio - 1):+.1%}"
-        )
+        by = "it fails"
+        if self.ratio is not None:
+            by = f"{self.metric} {moved(self.metric, self.ratio - 1):+.1%}"
         state = f", {self.state}" if self.state else ""
-        return (
-            f"starting point {self.name} ({self.limits}) against this, predicted: {by}{state}"
-        )
+        against = f"starting point {self.name} ({self.limits}) against this"
+        return f"{against}, predicted: {by}{state}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -367,8 +342,7 @@ class RunResult:
 
     `recommendation` is None where no configuration meets the SLOs; `nearest` is who is nearest
     then, None where its probability is not known; `restlessness` is told where the machine was
-    noisy. `serve_values` is the
-    engine's configuration without secrets.
+    noisy. `serve_values` is the engine's configuration without secrets.
     """
 
     schema: int = SCHEMA

@@ -20,7 +20,8 @@ from tuner.errors import Caveat, ShadowError, TooFewSamplesError
 from tuner.shadow.fit import Fit, fit, host_of, model_of, undistorted
 from tuner.shadow.launches import PASSES, on_device
 from tuner.shadow.profiles import KvStart, Profile
-from tuner.shadow.speed import Speed, learn, with_host
+from tuner.shadow.speed import Speed
+from tuner.shadow.speed_fit import learn, with_host
 from tuner.shadow.step_model import StepModel
 from tuner.stats import Floats
 

@@ -1,8 +1,7 @@
 """The profile: what was measured of an engine, so that it can be replayed without it.
 
 Answers what a profile holds, how its file reads and which damage is refused, and whether it was
-made with the vLLM, device and model at hand. Fitting is left to engine.step_model, replaying to
-the shadow engine, and when to write one to the session.
+made with the vLLM, device and model at hand.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, Self, TypeVar
 
 import msgspec
 import numpy as np
@@ -289,6 +288,12 @@ _Made = TypeVar("_Made", EngineLimits, EngineShape, FitError, Uncertainty)
 class _Record(msgspec.Struct, forbid_unknown_fields=True):
     """A mapping of the file, with all of its keys and no other."""
 
+    @classmethod
+    def of(cls, value: object, **changed: object) -> Self:
+        """Return the record of a value of ours, whose fields are called the same."""
+        names = [name for name in cls.__struct_fields__ if name not in changed]
+        return cls(**{name: getattr(value, name) for name in names}, **changed)
+
 
 class _Limits(_Record):
     max_num_seqs: _Natural
@@ -330,6 +335,7 @@ class _Host(_Record, rename={"token_s": "token_s_per_token"}):
 
 class _StepModel(
     _Record,
+    omit_defaults=True,
     rename={
         "token_slopes_s": "token_slopes_s_per_token",
         "decode_context_s": "decode_context_s_per_token",
@@ -371,8 +377,8 @@ class _Fit(_Record):
     distorted_ratio: _Amount
 
 
-class _File(_Record):
-    engine: _Shape
+class _File(_Record, omit_defaults=True, rename={"shape": "engine"}):
+    shape: _Shape
     kv_starts: tuple[_KvStart, ...]
     step_model: _StepModel
     fit: _Fit
@@ -393,66 +399,29 @@ class _File(_Record):
 
 def _in_file(profile: Profile) -> dict[str, Any]:
     """Return the mapping that stands in the file for a profile, without secrets."""
-    plain: dict[str, Any] = msgspec.to_builtins(_record(profile), enc_hook=_as_plain)
-    for one in (plain, *plain["variants"].values()):
-        if one["step_model"]["host"] is None:
-            del one["step_model"]["host"]
-        for name in ("doubts", "seen"):
-            if not one[name]:
-                del one[name]
-        if one["moved_ratio"] == 1.0:
-            del one["moved_ratio"]
-        if not one["caveats"]:
-            del one["caveats"]
-    if not profile.variants:
-        del plain["variants"]
+    plain: dict[str, Any] = msgspec.to_builtins(
+        _record(profile), enc_hook=lambda number: number.item()
+    )
     return plain
 
 
 def _record(profile: Profile) -> _File:
-    """Return a profile for the file."""
-    limits = [_Limits(**_parts(start.limits)) for start in profile.kv_starts]
-    starts = zip(limits, profile.kv_starts, strict=True)
-    shape = replace(profile.shape, model=redacted_text(profile.shape.model))
-    return _File(
-        engine=_Shape(**_parts(shape)),
-        kv_starts=tuple(_KvStart(held, start.num_blocks) for held, start in starts),
-        step_model=_step_record(profile.step_model),
-        fit=_Fit(**_parts(profile.fit)),
-        metric_error_ratio=profile.metric_error_ratio,
-        made_at=profile.made_at,
-        calibrated_on=profile.calibrated_on,
-        current_limits=_Limits(**_parts(profile.current_limits)),
+    """Return a profile for the file; a step model's graphs are the engine's."""
+    model, shape, uncertainty = profile.step_model, profile.shape, profile.uncertainty
+    host = None if model.host == NO_HOST else _Host.of(model.host)
+    return _File.of(
+        profile,
+        shape=_Shape.of(shape, model=redacted_text(shape.model)),
+        kv_starts=tuple(
+            _KvStart.of(start, limits=_Limits.of(start.limits)) for start in profile.kv_starts
+        ),
+        step_model=_StepModel.of(model, host=host, factors=model.factors.rows),
+        fit=_Fit.of(profile.fit),
+        current_limits=_Limits.of(profile.current_limits),
         serve_values=redacted(profile.serve_values),
-        agreement=profile.agreement,
-        uncertainty=None
-        if profile.uncertainty is None
-        else _Uncertainty(**_parts(profile.uncertainty)),
-        origin=profile.origin,
-        doubts=profile.doubts,
-        seen=profile.seen,
-        moved_ratio=profile.moved_ratio,
-        caveats=profile.caveats,
+        uncertainty=uncertainty and _Uncertainty.of(uncertainty),
         variants={name: _record(one) for name, one in profile.variants.items()},
     )
-
-
-def _step_record(model: StepModel) -> _StepModel:
-    """Return a step model for the file; its graphs are the engine's."""
-    names = {*_StepModel.__struct_fields__} - {"factors", "host"}
-    host = None if model.host == NO_HOST else _Host(**_parts(model.host))
-    plain = {n: getattr(model, n) for n in names}
-    return _StepModel(**plain, host=host, factors=model.factors.rows)
-
-
-def _parts(
-    value: EngineLimits | EngineShape | FitError | Uncertainty | Host,
-) -> dict[str, Any]:
-    return {f.name: getattr(value, f.name) for f in fields(value)}
-
-
-def _as_plain(number: Any) -> Any:  # noqa: ANN401 - a number of numpy
-    return number.item()
 
 
 def _from_file(found: _File) -> Profile:
@@ -461,29 +430,18 @@ def _from_file(found: _File) -> Profile:
         KvStart(_made(EngineLimits, start.limits, f"kv_starts[{i}].limits"), start.num_blocks)
         for i, start in enumerate(found.kv_starts)
     ]
-    shape = _made(EngineShape, found.engine, "engine")
+    shape, uncertainty = _made(EngineShape, found.shape, "engine"), found.uncertainty
+    made: dict[str, Any] = {
+        "shape": shape,
+        "kv_starts": tuple(starts),
+        "step_model": _step_model(found.step_model, shape.graphs),
+        "fit": _made(FitError, found.fit, "fit"),
+        "current_limits": _made(EngineLimits, found.current_limits, "current_limits"),
+        "uncertainty": uncertainty and _made(Uncertainty, uncertainty, "uncertainty"),
+        "variants": {name: _from_file(one) for name, one in found.variants.items()},
+    }
     try:
-        return Profile(
-            shape=shape,
-            kv_starts=tuple(starts),
-            step_model=_step_model(found.step_model, shape.graphs),
-            fit=_made(FitError, found.fit, "fit"),
-            metric_error_ratio=found.metric_error_ratio,
-            made_at=found.made_at,
-            calibrated_on=found.calibrated_on,
-            current_limits=_made(EngineLimits, found.current_limits, "current_limits"),
-            serve_values=found.serve_values,
-            agreement=found.agreement,
-            uncertainty=None
-            if found.uncertainty is None
-            else _made(Uncertainty, found.uncertainty, "uncertainty"),
-            origin=found.origin,
-            doubts=found.doubts,
-            seen=found.seen,
-            moved_ratio=found.moved_ratio,
-            caveats=found.caveats,
-            variants={name: _from_file(one) for name, one in found.variants.items()},
-        )
+        return Profile(**msgspec.structs.asdict(found) | made)
     except ValueError as error:
         raise UsageError(str(error)) from error
 
@@ -498,11 +456,10 @@ def _made(kind: type[_Made], record: _Record, key: str) -> _Made:
 
 def _step_model(record: _StepModel, graphs: Graphs) -> StepModel:
     """Return the step model of a file. Raises: UsageError, with the key, if it cannot be."""
-    found = msgspec.structs.asdict(record)
     try:
         host = NO_HOST if record.host is None else Host(**msgspec.structs.asdict(record.host))
-        made = {"factors": Factors(found["factors"]), "graphs": graphs, "host": host}
-        return StepModel(**found | made)
+        made = {"factors": Factors(record.factors), "graphs": graphs, "host": host}
+        return StepModel(**msgspec.structs.asdict(record) | made)
     except (UsageError, ValueError, OverflowError) as error:
         raise UsageError(f"step_model: {error}") from error
 

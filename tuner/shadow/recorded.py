@@ -153,18 +153,14 @@ def steps_beside(recordings: Sequence[Path]) -> list[Path]:
 
     Raises: UsageError if there are none; TraceError for a folder without recordings.
     """
-    found = {path for recording in expand(recordings) for path in _steps_of(recording)}
+    parts = {p for recording in expand(recordings) for p in _parts_of(recording, SUFFIX)}
+    found = {part for part in parts if part.suffix == SUFFIX}
     if not found:
         if missing := [path for path in recordings if not path.exists()]:
             raise UsageError(f"{missing[0]}: no such file", "name what the recorder wrote")
         names = ", ".join(map(str, recordings))
         raise UsageError(f"no steps were recorded beside {names}", HOW)
     return sorted(found)
-
-
-def _steps_of(recording: Path) -> list[Path]:
-    """Return the files of steps of all parts of a recording, whichever part is named."""
-    return [path for path in _parts_of(recording, SUFFIX) if path.suffix == SUFFIX]
 
 
 def parts_not_named(recordings: Sequence[Path]) -> list[Path]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -212,16 +213,22 @@ class ClockOrigin(StrEnum):
     OWN = "own"
 
 
-_PER_ROW = (
-    "prompt_tokens",
-    "output_tokens",
-    "hashes",
-    "e2e_s",
-    "ttft_s",
-    "turns",
-    "request_ids",
-    "priorities",
-)
+_ARRAYS = ("prompt_tokens", "output_tokens", "e2e_s", "ttft_s", "priorities")
+_PER_ROW = (*_ARRAYS, "hashes", "turns", "request_ids")
+
+
+def rows_of(columns: object, rows: Ints, due_s: Floats) -> dict[str, Any]:
+    """Return some rows of what a trace, or a file's columns, have of each request."""
+    every = {name: getattr(columns, name) for name in _PER_ROW}
+    every = {name: column for name, column in every.items() if column is not None}
+    taken = {name: every[name][rows] for name in _ARRAYS if name in every}
+    if "hashes" in every:
+        taken["hashes"] = every["hashes"].take(rows)
+    if "turns" in every:
+        taken["turns"] = every["turns"].take(rows, due_s)
+    if "request_ids" in every:
+        taken["request_ids"] = tuple(every["request_ids"][i] for i in rows.tolist())
+    return taken
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -285,14 +292,7 @@ class Trace:
             raise ValueError("every request must have at least 1 prompt and 1 output token")
         if self.hashes is not None:
             self.hashes.check_fits(self.prompt_tokens, self.source)
-        for name in (
-            "due_s",
-            "prompt_tokens",
-            "output_tokens",
-            "e2e_s",
-            "ttft_s",
-            "priorities",
-        ):
+        for name in ("due_s", *_ARRAYS):
             if (column := getattr(self, name)) is not None:
                 column.flags.writeable = False
 
@@ -313,19 +313,8 @@ class Trace:
         """
         rows = np.asarray(indices)
         rows = np.flatnonzero(rows) if rows.dtype == np.bool_ else rows.astype(np.int64)
-        return replace(
-            self,
-            due_s=self.due_s[rows],
-            prompt_tokens=self.prompt_tokens[rows],
-            output_tokens=self.output_tokens[rows],
-            hashes=self.hashes.take(rows) if self.hashes is not None else None,
-            e2e_s=self.e2e_s[rows] if self.e2e_s is not None else None,
-            ttft_s=self.ttft_s[rows] if self.ttft_s is not None else None,
-            turns=self.turns.take(rows, self.due_s) if self.turns is not None else None,
-            request_ids=_pick(self.request_ids, rows),
-            priorities=self.priorities[rows] if self.priorities is not None else None,
-            recorded=None,
-        )
+        taken = rows_of(self, rows, self.due_s)
+        return replace(self, due_s=self.due_s[rows], recorded=None, **taken)
 
     @property
     def led_in(self) -> int:
@@ -454,15 +443,7 @@ class Trace:
             self,
             prompt_tokens=prompt,
             output_tokens=output,
-            hashes=_cover(self.hashes, prompt) if self.hashes is not None else None,
+            hashes=self.hashes and self.hashes.cut(-(-prompt // self.hashes.block_size)),
             notes=self.notes.with_clipped(reason, count),
             recorded=whole,
         )
-
-
-def _cover(hashes: HashIds, prompt_tokens: Ints) -> HashIds:
-    return hashes.cut(-(-prompt_tokens // hashes.block_size))
-
-
-def _pick(values: tuple[str, ...] | None, rows: Ints) -> tuple[str, ...] | None:
-    return None if values is None else tuple(values[i] for i in rows.tolist())

@@ -38,7 +38,8 @@ from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.replay.metrics import Measurement, measure
 from tuner.stats import Floats
-from tuner.traffic.prometheus.live import E2E, Live, live_between
+from tuner.traffic.prometheus.live import Live, live_between
+from tuner.traffic.prometheus.readings import E2E
 
 # vLLM's own. Source: build_buckets of request latencies in vllm/v1/metrics/loggers.py.
 BOUNDS_S = (

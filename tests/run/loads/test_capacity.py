@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from support.odd_toys import LostSource
 from support.run_parts import Heard, ToyPredictor, a_profile, a_run, a_space
-from support.toy import ToyCosts, ToyEngine, ToySource
+from support.toy import ToyCosts, ToySource
 from support.traffic import a_trace, replay_toy, steady
 from tuner.engine.limits import EngineLimits
-from tuner.errors import Caveat, EngineError
+from tuner.errors import Caveat
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.runner import holds
@@ -125,15 +125,6 @@ def test_the_winner_is_replayed_live_at_the_load_it_is_said_to_bear(tmp_path: Pa
         assert confirmed(found) is None
         tried = [r for r in run.context.journal.records() if r.phase is Phase.CAPACITY]
     assert [(r.measurement or {})["load"] for r in tried] == [found.winner, beyond.winner]
-
-
-@dataclass(frozen=True, slots=True)
-class LostSource(ToySource):
-    """A toy whose device is lost."""
-
-    def start(self, values: Mapping[str, object], ceiling: EngineLimits) -> ToyEngine:  # noqa: ARG002
-        """Fail. Raises: EngineError."""
-        raise EngineError("the device is lost")
 
 
 def test_what_was_predicted_of_the_load_stays_where_no_engine_is_left(tmp_path: Path) -> None:

@@ -163,6 +163,10 @@ class StateStore:
         self.folder.save(state)
         self.state = state
 
+    def update(self, **changes: object) -> None:
+        """Save the state with some of it changed. Raises: UsageError, as `save`."""
+        self.save(replace(self.state, **changes))  # type: ignore[arg-type]
+
     def save_note(self, state: WatchState) -> None:
         """Use a state and save it if that can be: counts and words, which nothing rests on.
 
@@ -202,7 +206,7 @@ class Rollout:
 
         Raises: UsageError, with the old file whole.
         """
-        self.store.save(replace(self.store.state, handover=handover))
+        self.store.update(handover=handover)
         self._write(handover)
 
     def go_on(self) -> None:
@@ -229,7 +233,7 @@ class Rollout:
             return
         # The verdict is of another time by now; the next check gives a fresh one.
         self.notify(f"the change to {record.new} was decided but not written: it is dropped")
-        self.store.save(replace(self.store.state, handover=None))
+        self.store.update(handover=None)
         self.store.folder.forget_traffic_but(self.store.state.traffic)
 
     def _write(self, record: RolloutRecord) -> None:
@@ -241,14 +245,14 @@ class Rollout:
                 return
         self.notify(f"{self.publisher.path} now holds {record.new}: {record.why}")
         written = replace(record, stage=Stage.WRITTEN)
-        self.store.save(replace(self.store.state, handover=written))
+        self.store.update(handover=written)
         self._hand(written)
 
     def _drop(self, record: RolloutRecord) -> None:
         """Forget a change, as the file is not the one that it was decided on."""
         message = f"{self.publisher.path} was changed by others meanwhile and is left alone"
         self.notify(f"{message}: the {_event(record)} to {record.new} is dropped")
-        self.store.save(replace(self.store.state, handover=None))
+        self.store.update(handover=None)
         self.store.folder.forget_traffic_but(self.store.state.traffic)
 
     def _hand(self, record: RolloutRecord) -> None:
@@ -258,7 +262,7 @@ class Rollout:
             self.notify(end.text)
             if not end.is_done:
                 again = replace(record, hook_tries=record.hook_tries + 1)
-                self.store.save(replace(self.store.state, handover=again))
+                self.store.update(handover=again)
                 raise UsageError(
                     f"{end.text}; {self.publisher.path} is written but not handed over, "
                     f"try {again.hook_tries}",
@@ -273,15 +277,12 @@ class Rollout:
             counts = replace(counts, changes=counts.changes + 1)
         stays = self.guard is not None and not record.is_rollback
         guarded = replace(record, stage=Stage.ON_GUARD, handed_s=now_s) if stays else None
-        self.store.save(
-            replace(
-                state,
-                memory=memory,
-                counts=counts,
-                current=record.new,
-                traffic=record.new_traffic,
-                handover=guarded,
-            )
+        self.store.update(
+            memory=memory,
+            counts=counts,
+            current=record.new,
+            traffic=record.new_traffic,
+            handover=guarded,
         )
         self.store.folder.forget_traffic_but(
             record.new_traffic, *([record.old_traffic] if stays else [])
@@ -307,7 +308,7 @@ class Rollout:
             # The clock was put back: what comes from now on is judged.
             decided_s = min(record.decided_s, now_s)
             record = replace(record, handed_s=now_s, decided_s=decided_s)
-            self.store.save(replace(self.store.state, handover=record))
+            self.store.update(handover=record)
         if now_s < self.guard.window(record.handed_s)[1]:
             return
         is_over = self.guard.is_over(record.decided_s, now_s)
@@ -333,16 +334,13 @@ class Rollout:
                 # What was looked at stays as it was: the next window begins now.
                 begin_s = now_s - SETTLE_RATIO * self.guard.lasting_s
             anew = tuple(sorted({*record.restarted, *judged.anew}))
-            later = replace(record, handed_s=begin_s, restarted=anew)
-            self.store.save(replace(self.store.state, handover=later))
+            self.store.update(handover=replace(record, handed_s=begin_s, restarted=anew))
 
     def _end_guard(self, message: str) -> None:
         """Let a change stand."""
         self.notify(f"guard: {message}")
-        state = self.store.state
-        last = replace(state.last, guard=message)
-        self.store.save(replace(state, handover=None, last=last))
-        self.store.folder.forget_traffic_but(state.traffic)
+        self.store.update(handover=None, last=replace(self.store.state.last, guard=message))
+        self.store.folder.forget_traffic_but(self.store.state.traffic)
 
     def _roll_back(self, record: RolloutRecord, why: str) -> None:
         """Write the old file again, unless others have changed it since."""
@@ -352,10 +350,8 @@ class Rollout:
             self._end_guard(f"{message}; {path} was changed by others since and is left alone")
             return
         self.notify(f"guard: {message}; rolling back to {record.old}")
-        state = self.store.state
-        self.store.save(
-            replace(state, last=replace(state.last, guard=f"{message}; rolled back"))
-        )
+        last = replace(self.store.state.last, guard=f"{message}; rolled back")
+        self.store.update(last=last)
         self.begin(
             replace(
                 record,

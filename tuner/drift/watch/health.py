@@ -121,16 +121,15 @@ class WatchMetrics(Collector):
                 last.check_s or None,
             ),
             "gain_ratio": ("What a re-tune would gain, by the last check.", last.gain_ratio),
-            "on_guard": ("Whether a change is on probation.", float(self._is_on_guard)),
+            "on_guard": (
+                "Whether a change is on probation.",
+                float(self._watcher.rollout.is_on_guard),
+            ),
         }
         for name, (text, value) in gauges.items():
             if value is not None:
                 yield GaugeMetricFamily(f"tune_watch_{name}", text, value)
         yield from self._current()
-
-    @property
-    def _is_on_guard(self) -> bool:
-        return self._watcher.rollout.is_on_guard
 
     def _current(self) -> Iterator[Metric]:
         """Yield the limits in use; none while the file is damaged."""

@@ -7,7 +7,7 @@ pass in a test at once. A round that fails leaves everything as it was, is repor
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -23,7 +23,7 @@ from tuner.drift.watch.policy import (
     next_act,
 )
 from tuner.drift.watch.publish import Reason
-from tuner.drift.watch.state import Counts, Last, RolloutRecord
+from tuner.drift.watch.state import RolloutRecord
 from tuner.engine.limits import EngineLimits
 from tuner.errors import DefectError, TunerError
 from tuner.files import ExpectedText
@@ -141,7 +141,7 @@ class Watcher:
         tuned_for = self._tuned_for()
         result = self._checked(self.clock.now_s() - self.policy.since_s, current, tuned_for)
         act, memory = self._decided(result)
-        self._note(result.checked, act, memory)
+        self._note(result, act, memory)
         proposal = _proposal(result.checked)
         gain = "" if proposal is None else f" {proposal.gain_ratio:.1%} at {proposal.limits}"
         self.notify(f"{result.checked.verdict}{gain}: {result.checked.why}; {act}")
@@ -190,33 +190,24 @@ class Watcher:
         act, memory = confirm(
             self.policy, memory, proposal, self.clock.now_s(), on_guard=on_guard
         )
-        self._save(memory, replace(self.store.state.last, act=str(act)))
+        self.store.update(memory=memory, last=replace(self.store.state.last, act=str(act)))
         self.notify(f"the later traffic alone is {message}; {act}")
         return act, later
 
-    def _note(self, checked: Checked, act: Act, memory: Memory) -> None:
-        """Save a check's result and what follows from it."""
-        counts = self.store.state.counts
-        checks = _one_more(counts.checks, str(checked.verdict))
-        self._save(memory, self._noted(checked, act), replace(counts, checks=checks))
-
-    def _save(self, memory: Memory, last: Last, counts: Counts | None = None) -> None:
-        state = self.store.state
-        counts = state.counts if counts is None else counts
-        self.store.save(replace(state, memory=memory, last=last, counts=counts))
-
-    def _noted(self, checked: Checked, act: Act) -> Last:
-        """Return what is shown of the last check; partial data gives no verdict."""
-        last = self.store.state.last
-        has_verdict = checked.verdict is not DriftVerdict.TOO_LITTLE
-        return replace(
+    def _note(self, result: _CheckedTraffic, act: Act, memory: Memory) -> None:
+        """Save a check's result and what follows from it; partial data gives no verdict."""
+        checked, last, counts = result.checked, self.store.state.last, self.store.state.counts
+        verdict = str(checked.verdict)
+        checks = {**counts.checks, verdict: counts.checks.get(verdict, 0) + 1}
+        last = replace(
             last,
-            check_s=self.clock.now_s() if has_verdict else last.check_s,
-            verdict=str(checked.verdict),
+            check_s=self.clock.now_s() if result.has_verdict else last.check_s,
+            verdict=verdict,
             why=checked.why,
             act=str(act),
             gain_ratio=None if checked.gain is None else checked.gain.value,
         )
+        self.store.update(memory=memory, last=last, counts=replace(counts, checks=checks))
 
     def _change(
         self, result: _CheckedTraffic, text_before: ExpectedText, current: EngineLimits
@@ -265,7 +256,3 @@ def _proposal(checked: Checked) -> ChangeProposal | None:
         return None
     gain = checked.gain
     return ChangeProposal(checked.best, gain.value, gain.meets_more, checked.current)
-
-
-def _one_more(counts: Mapping[str, int], name: str) -> dict[str, int]:
-    return {**counts, name: counts.get(name, 0) + 1}

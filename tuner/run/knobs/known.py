@@ -32,10 +32,6 @@ LONG_PREFILLS: Final = (128, 256, 512, 1024, 2048, 4096)
 WATERMARKS: Final = (0.01, 0.05, 0.1)
 
 
-def _same(trace: Trace) -> Trace:
-    return trace
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Change:
     """A value of a knob, in words, and by the keys of a configuration.
@@ -46,7 +42,7 @@ class Change:
     text: str
     values: Mapping[str, object]
     engine: Callable[[Predictor], Predictor]
-    traffic: Callable[[Trace], Trace] = _same
+    traffic: Callable[[Trace], Trace] = lambda trace: trace
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Final
 
@@ -51,15 +51,7 @@ SEEN_HOST, SEEN_LAYERS = Host(full_s=0.0016, mixed_s=0.0047, eager_s=0.011, spre
 PREPARING_S, PREPARING_PROMPT_S = 0.0018, 0.0037
 
 
-@dataclass(frozen=True, slots=True)
-class Derived:
-    """The profile, and why it may be further off than usual, a sentence each."""
-
-    profile: Profile
-    warnings: tuple[str, ...]
-
-
-def derive(wanted: Wanted) -> Derived:
+def derive(wanted: Wanted) -> Profile:
     """Return the profile of a model on a GPU.
 
     Raises: UsageError if the library is missing, the model unknown or of a kind that cannot be
@@ -69,7 +61,6 @@ def derive(wanted: Wanted) -> Derived:
     shape = _shape(wanted, config)
     config.check_attention(shape.max_model_len)
     config.check_weights()
-    warnings = (*config.warnings(), *_warnings(wanted))
     with config.folder() as folder:
         tables = Tables(wanted, config, folder)
         starts = tuple(_starts(wanted, tables))
@@ -81,7 +72,7 @@ def derive(wanted: Wanted) -> Derived:
         steps = _waited_for(steps, shape, host)
     found = fit([steps], shape.graphs)
     version = importlib.metadata.version(LIBRARY)
-    profile = Profile(
+    return Profile(
         shape=shape,
         kv_starts=starts,
         step_model=replace(found.model.scaled(LONGER), host=host),
@@ -93,9 +84,8 @@ def derive(wanted: Wanted) -> Derived:
         serve_values=_serve_values(wanted, shape),
         uncertainty=Uncertainty.of(_directions()),
         origin=f"{ORIGIN} ({LIBRARY} {version}, Apache-2.0), not measured",
-        doubts=warnings,
+        doubts=(*config.doubts(), *_doubts(wanted)),
     )
-    return Derived(profile, warnings)
 
 
 def _serve_values(wanted: Wanted, shape: EngineShape) -> dict[str, object]:
@@ -108,7 +98,7 @@ def _serve_values(wanted: Wanted, shape: EngineShape) -> dict[str, object]:
     return {"model": wanted.model, **shape.parallel_values, **named}
 
 
-def _warnings(wanted: Wanted) -> Iterator[str]:
+def _doubts(wanted: Wanted) -> Iterator[str]:
     """Yield why a prediction on these GPUs is further off than usual."""
     if wanted.tensor_parallel > 1 and wanted.gpu.is_pcie:
         yield "tensor parallelism over PCIe: real steps are about a third longer than this"

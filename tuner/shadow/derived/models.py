@@ -251,7 +251,7 @@ class ModelConfig:
                 "measure it: tune on one such GPU",
             )
 
-    def warnings(self) -> Iterator[str]:
+    def doubts(self) -> Iterator[str]:
         """Yield why a prediction of it is further off than usual. Raises: UsageError."""
         if self.known_as not in ("", self.model):
             yield f"by its name it has the layers of {self.known_as}, which are taken"

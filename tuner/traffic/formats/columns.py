@@ -24,7 +24,15 @@ from tuner.errors import TraceError, UsageError
 from tuner.stats import Bools, Floats, Ints
 from tuner.traffic.concurrency import Concurrency
 from tuner.traffic.prefixes import HashIds
-from tuner.traffic.traces import Aborted, ClockOrigin, ReadNotes, Trace, Turns, ZeroOutput
+from tuner.traffic.traces import (
+    Aborted,
+    ClockOrigin,
+    ReadNotes,
+    Trace,
+    Turns,
+    ZeroOutput,
+    rows_of,
+)
 
 MAX_UNPACKED_BYTES = 64 << 30
 """Ours: 64 GiB, a hundred million requests with their prefixes; a small file that unpacks to
@@ -138,22 +146,13 @@ class Columns:
 
     def take(self, rows: npt.NDArray[np.int64]) -> Columns:
         """Return the given rows, in the given order."""
-        names, due_s = self.request_ids, self.arrived / self.ticks_per_s
-        models = self.models and Labels(self.models.codes[rows], self.models.names)
         return replace(
             self,
             arrived=self.arrived[rows],
-            prompt_tokens=self.prompt_tokens[rows],
-            output_tokens=self.output_tokens[rows],
-            hashes=self.hashes.take(rows) if self.hashes is not None else None,
-            e2e_s=self.e2e_s[rows] if self.e2e_s is not None else None,
-            ttft_s=self.ttft_s[rows] if self.ttft_s is not None else None,
-            models=models,
+            models=self.models and Labels(self.models.codes[rows], self.models.names),
             failed=self.failed[rows] if self.failed is not None else None,
             aborted=self.aborted[rows] if self.aborted is not None else None,
-            turns=self.turns.take(rows, due_s) if self.turns is not None else None,
-            request_ids=tuple(names[i] for i in rows.tolist()) if names is not None else None,
-            priorities=self.priorities[rows] if self.priorities is not None else None,
+            **rows_of(self, rows, self.arrived / self.ticks_per_s),
         )
 
 

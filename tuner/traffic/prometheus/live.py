@@ -13,17 +13,15 @@ from tuner import stats
 from tuner.stats import Bools, Estimate, Floats, Ints
 from tuner.traffic.prometheus.client import Prometheus, Series, Span
 from tuner.traffic.prometheus.readings import (
+    E2E,
     FINISHED,
     WAITING,
     Selection,
     choose,
     mean_level,
     rise,
-    rises_by_reading,
+    rises_by_name,
 )
-
-E2E: Final = "vllm:e2e_request_latency_seconds"
-"""The same name in vLLM's older and newer versions. Source: vllm/v1/metrics/loggers.py."""
 
 LAST_SHARE: Final = 0.2
 """Ours: a server that shows nothing in the last fifth of a stretch is gone."""
@@ -143,7 +141,7 @@ def live_between(
         covered_ratio=float((is_known | _known(looked, span)).mean()),
         is_there=bool(is_known[-end:].any()),
         restarted_s=_restarted_s(buckets, span, born_s),
-        mean_e2e=_mean_e2e(totals, span),
+        mean_e2e=_mean_e2e(totals),
         waiting=mean_level(queued),
         anew=_anew(buckets, span, born_s),
     )
@@ -155,12 +153,9 @@ def _steps_over(is_known: Bools) -> int:
     return int(known[-1] - known[0]) if known.size else 0
 
 
-def _mean_e2e(found: Sequence[Series], span: Span) -> Estimate | None:
+def _mean_e2e(found: Sequence[Series]) -> Estimate | None:
     """Return the mean of the E2E latency over all engines; None where its sum was not kept."""
-    rises: dict[str, Floats] = {}
-    for series in found:
-        of_name = rises.setdefault(series.name, np.zeros(span.points))
-        of_name += rises_by_reading(series.values)
+    rises = rises_by_name(found)
     totals, counts = rises.get(f"{E2E}_sum"), rises.get(f"{E2E}_count")
     if totals is None or counts is None or not counts.any():
         return None

@@ -278,7 +278,9 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-_LATENCY = "vllm:e2e_request_latency_seconds"
+E2E = "vllm:e2e_request_latency_seconds"
+"""The same name in vLLM's older and newer versions."""
+
 _SUCCESS = "vllm:request_success_total"
 # The names before V1 and after it.
 _PREFIX_CACHES = ("vllm:prefix_cache", "vllm:gpu_prefix_cache")
@@ -334,9 +336,9 @@ class ServerFacts:
 def read_facts(server: Prometheus, span: Span, chosen: Selection) -> ServerFacts:
     """Return what else the counters tell of the chosen engines."""
     names = "|".join(_PREFIX_CACHES)
-    cache = chosen.query(f"({names})_(hits|queries)_total")
-    latency = _rises(server.over(chosen.query(f"{_LATENCY}_(sum|count)"), span))
-    count = latency.get(f"{_LATENCY}_count", 0.0)
+    cache, nothing = chosen.query(f"({names})_(hits|queries)_total"), np.zeros(1)
+    latency = rises_by_name(server.over(chosen.query(f"{E2E}_(sum|count)"), span))
+    total_s, count = (float(latency.get(f"{E2E}_{x}", nothing).sum()) for x in ("sum", "count"))
     ended = chosen.query(_SUCCESS, 'finished_reason=~"abort|error"')
     usage = server.over(chosen.query(_KV_USAGE), span)
     running = server.over(chosen.query(RUNNING), span)
@@ -344,8 +346,8 @@ def read_facts(server: Prometheus, span: Span, chosen: Selection) -> ServerFacts
         prefix_hits=_prefix_hits(server.over(cache, span), span),
         running=mean_level(running),
         peak_kv_usage_ratio=max((float(np.nanmax(s.values)) for s in usage), default=None),
-        mean_e2e_s=latency.get(f"{_LATENCY}_sum", 0.0) / count if count > 0 else None,
-        unsuccessful=round(sum(_rises(server.over(ended, span)).values())),
+        mean_e2e_s=total_s / count if count > 0 else None,
+        unsuccessful=round(sum(rise(series.values) for series in server.over(ended, span))),
     )
 
 
@@ -391,20 +393,18 @@ def rises_by_reading(values: Floats) -> Floats:
     return rises
 
 
-def _rises(answers: Iterable[Series]) -> dict[str, float]:
-    """Return the rise of all series of each name."""
-    rises: dict[str, float] = {}
+def rises_by_name(answers: Iterable[Series]) -> dict[str, Floats]:
+    """Return the rises of all series of each name together. Shapes: [span.points] each."""
+    rises: dict[str, Floats] = {}
     for series in answers:
-        rises[series.name] = rises.get(series.name, 0.0) + rise(series.values)
+        more = rises_by_reading(series.values)
+        rises[series.name] = rises[series.name] + more if series.name in rises else more
     return rises
 
 
 def _prefix_hits(answers: Iterable[Series], span: Span) -> PrefixHits | None:
     """Return what was asked for and found; versions that have both names count both alike."""
-    rises: dict[str, Floats] = {}
-    for series in answers:
-        of_name = rises.setdefault(series.name, np.zeros(span.points))
-        of_name += rises_by_reading(series.values)
+    rises = rises_by_name(answers)
     for name in _PREFIX_CACHES:
         queried = rises.get(f"{name}_queries_total")
         if queried is not None and queried.any():
