@@ -153,6 +153,19 @@ def test_a_day_and_a_night_that_want_different_caps_make_a_pair() -> None:
     assert plans.two.pays
 
 
+@pytest.mark.parametrize("dates", [[(1,), (1,), (0,), (0,)], [(1,), (1,), (0, 1), (0,)]])
+def test_a_day_that_begins_at_noon_is_a_day(dates: list[tuple[int, ...]]) -> None:
+    """Its hours lie on two dates, and one of these alone switches nothing."""
+    part = Window(0.0, 1.0)
+    hours = [Hour(h, (part,) * len(on), on, 1000 * len(on)) for h, on in enumerate(dates)]
+    rows = {SMALL: [1.0, 1.0, 4.0, 4.0], LARGE: [2.0, 2.0, 1.0, 1.0]}
+    gain = day_plans(hours, drawn(hours, rows, 0.03)).two.gain
+    assert gain is not None
+    assert gain.low is not None
+    assert gain.value == pytest.approx(1 - 0.5**0.5, abs=0.01)
+    assert gain.low == pytest.approx(gain.value, abs=0.05)
+
+
 def test_differences_within_the_shadows_error_switch_nothing() -> None:
     hours = hours_with([500, 500])
     rows = {SMALL: [1.0, 1.04], LARGE: [1.04, 1.0]}
