@@ -213,6 +213,8 @@ def test_a_busy_hour_and_a_quiet_one_are_replayed_and_reported() -> None:
     assert len(said) == 2
     shown: dict[str, Any] = json.loads(json.dumps(found.as_json()))
     assert [hour["hour"] for hour in shown["hours"]] == [0, 1]
+    # Each by the tail that its requests carry, 60 and 480 of a date.
+    assert shown["metric"] == "e2e_p50 or e2e_p95"
     assert shown["current"]["max_num_seqs"] == 1
     assert shown["plans"]["fixed"]["settings"][0]["max_num_seqs"] > 1
     assert any(line.startswith("one for all hours: ") for line in found.lines())

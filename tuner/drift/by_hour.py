@@ -377,7 +377,6 @@ def calendar_of(
             candidates.add(best.limits)
         on_hour(f"{hour.name}: best {best.limits if best is not None else 'none'}")
     fewest = [min(len(part.of(trace)) for part in hour.parts) for hour in hours]
-    tail = tail_statistic(min(fewest))
     draws = max(MIN_DRAWS, math.ceil(FEW_DRAWS / max(len(hour.dates) for hour in hours)))
     draw = partial(retune.draw, settings=sorted(candidates), draws=draws)
     drawn = []
@@ -386,7 +385,8 @@ def calendar_of(
         if left_out:
             names = ", ".join(map(str, left_out))
             on_hour(f"{hour.name}: a date of it holds too few requests to judge by {names}")
-        scoring = Scoring(aim.objective, slos, tail)
+        # A quiet night hour carries no p99, which is no reason to judge a day by medians.
+        scoring = Scoring(aim.objective, slos, tail_statistic(count))
         of_dates = [
             draw(Workload("hour", (part,), (part.of(trace),), aim.plan, aim.slos, scoring))
             for part in hour.parts
