@@ -78,8 +78,8 @@ def _sentences(run: RunFiles, observations: list[Observation]) -> tuple[str, ...
         metric, value = best.score.metric, score(best.score.metric, best.score.value)
         chosen = f"of those within {TIE_RATIO:.0%} of each other the smallest"
         if best.score.tier is Tier.NOT_SUSTAINED:
-            chosen = f"of those within {RATE_TIE_RATIO:.0%} of the best the one with the "
-            chosen += "shortest tail, as none sustains the load"
+            chosen = f"of those within {RATE_TIE_RATIO:.0%} of the best the smallest with a "
+            chosen += f"tail within {TIE_RATIO:.0%} of the shortest, as none sustains the load"
         sentences.append(
             f"the best is {best.limits} with {metric_name(metric)} {value} ({chosen}); the "
             "stronger the colour, the better by that"

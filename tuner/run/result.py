@@ -450,7 +450,9 @@ class RunResult:
         advice = self.recommendation
         if advice is None or not advice.rounds:
             return "predicted, not raced"
-        rounds = f"{advice.rounds} round{'' if advice.rounds == 1 else 's'}"
+        # Rounds of others are none of the pair that is shown.
+        own = max((row.rounds for row in self.evidence), default=0) or advice.rounds
+        rounds = f"{own} round{'' if own == 1 else 's'}"
         if self.is_raced:
             return f"{rounds} in turns"
         trace = self.provenance.trace
