@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from support.result_parts import CHANGE, CURRENT, GIVEN, GOAL, MEASURED, WINNER, made
+from support.result_parts import (
+    CHANGE,
+    CURRENT,
+    GIVEN,
+    GOAL,
+    INFO,
+    MEASURED,
+    WINNER,
+    given,
+    made,
+)
 from tuner.cli.displays import show_outcome
 from tuner.emit.comments import comments
+from tuner.emit.recommendation import facts_in, facts_of_run
 from tuner.errors import Caveat
 from tuner.run.outcome import RunFindings, make_outcome
 from tuner.run.result import ColdConfirmation
@@ -115,6 +127,35 @@ def test_levels_that_are_predicted_say_of_how_much() -> None:
         "1,234 of them replayed, " in told
     )
     assert "predicted of the whole trace, 60 s, corrected by 3 rounds of others" in told
+
+
+def test_a_stretch_that_raced_has_its_own_change_beside_its_levels() -> None:
+    """What is thought of all of the trace stands by itself: no level there was replayed."""
+    odds = Odds(0.99, None, 1.0, 0.25, 0.98, basis="this")
+    decision = replace(CHANGE, metric="requests_per_s", odds=odds)
+    slow = {**MEASURED, "requests_per_s": 0.5}
+    score = Score(Tier.GOOD, 2.0, "requests_per_s")
+    records = [
+        Trial.of(0, limits, Phase.RACE, n, score, measured)
+        for limits, measured in ((WINNER, MEASURED), (CURRENT, slow))
+        for n in (1, 2)
+    ]
+    for more, row_is, gain_is in (
+        ({}, "+25.0%", "requests_per_s +25.0%, interval +17.6% … +33.3%"),
+        (
+            {"predicted_requests": 9000, "predicted": "the whole trace, 60 s"},
+            "+99.9%",
+            "requests_per_s: +25.0% (90% interval +17.6% … +33.3% over this)",
+        ),
+    ):
+        of = given(CURRENT, INFO, **more)
+        found = make_outcome(decision, GOAL, records, [], RunFindings(), of, "complete")
+        told = comments(found, "best.yaml", "runs/x")
+        (row,) = (line for line in told if line.startswith("  requests_per_s"))
+        assert f"0.500/s -> 1.00/s   ({row_is}" in row
+        assert found.recommendation is not None
+        assert facts_of_run(found, found.recommendation, Path("x"))["gain"] == gain_is
+        assert facts_in(told, WINNER)["gain"] == gain_is
 
 
 def test_an_unfinished_run_says_that_nothing_was_raced() -> None:

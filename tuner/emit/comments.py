@@ -66,7 +66,7 @@ def comments(result: RunResult, file_name: str, run_dir: str) -> list[str]:
 def _decided(result: RunResult, advice: Advice) -> str:
     """Return the gain by all that is known, empty where a row above tells it."""
     gain = advice.gain_text
-    if advice.gain_metric not in {row.metric for row in result.evidence}:
+    if result.decisive_row is None:
         return f"{DECIDED_BY}{gain}" if gain else ""
     is_of_more = advice.odds is not None and advice.odds.has_other_traffic
     return f"{EXPECTED}{gain}" if gain and is_of_more else ""

@@ -31,6 +31,7 @@ from tuner.report.words import (
     sentence,
 )
 from tuner.run.evidence import MetricChange
+from tuner.run.result import RunResult
 from tuner.search.judging import TIE_LOSS
 from tuner.search.objective import is_rate, moved
 from tuner.search.trials import Phase
@@ -46,7 +47,7 @@ def gain(run: RunFiles) -> Section:
         return Section("gain", title, (_nothing(run),))
     sentences = [
         f"{limits_words(run.shown)} beside the current {limits_words(run.current)}. "
-        f"{_how(rows, run.result.at_which_load)}",
+        f"{_how(rows, run.result)}",
         *_cold(run),
     ]
     meanings = [_meaning(row, shadow_error(run.result) or 0.0) for row in rows]
@@ -65,13 +66,14 @@ def _nothing(run: RunFiles) -> str:
     return "The two were not replayed on the same requests, so there is no gain to show."
 
 
-def _how(rows: Sequence[MetricChange], at_which_load: str) -> str:
+def _how(rows: Sequence[MetricChange], result: RunResult) -> str:
     rounds = max(row.rounds for row in rows)
     text = "; 90% interval" if any(row.change_interval for row in rows) else ""
     if rounds == 0:
-        return f"Both were predicted by the shadow{at_which_load}{text}."
-    times = counted(rounds, "round")
-    return f"Both were replayed in turns on the same requests, {times}{text}."
+        return f"Both were predicted by the shadow{result.at_which_load}{text}."
+    trace, times = result.provenance.trace, counted(rounds, "round")
+    of = f" The answer goes by {trace.predicted}." if trace.is_predicted_of_more else ""
+    return f"Both were replayed in turns on the same requests, {times}{text}.{of}"
 
 
 def _meaning(row: MetricChange, wrong: float) -> str:

@@ -437,6 +437,17 @@ class RunResult:
         return not self.evidence or any(row.rounds for row in self.evidence)
 
     @property
+    def decisive_row(self) -> MetricChange | None:
+        """The row of the evidence that tells what decided, None where none does.
+
+        Not one of a stretch that raced, where all of the trace was predicted and decided.
+        """
+        advice, is_part = self.recommendation, self.provenance.trace.is_predicted_of_more
+        metric = "" if advice is None else advice.gain_metric
+        mine = (row for row in self.evidence if row.metric == metric)
+        return next((row for row in mine if not (row.rounds and is_part)), None)
+
+    @property
     def at_which_load(self) -> str:
         """At which load levels stand beside each other, empty for the one that was replayed."""
         advice = self.recommendation
