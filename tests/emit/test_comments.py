@@ -15,6 +15,7 @@ from support.result_parts import (
     INFO,
     MEASURED,
     WINNER,
+    a_record,
     given,
     made,
 )
@@ -22,6 +23,7 @@ from tuner.cli.displays import show_outcome
 from tuner.emit.comments import comments
 from tuner.emit.recommendation import facts_in, facts_of_run
 from tuner.errors import Caveat
+from tuner.replay.slo import Slo
 from tuner.run.outcome import RunFindings, make_outcome
 from tuner.run.result import ColdConfirmation
 from tuner.search.judging import why_of
@@ -41,6 +43,7 @@ def test_comments_carry_what_a_reader_needs_years_later() -> None:
         "against the current max-num-seqs 32, max-num-batched-tokens 4096:",
         "limited by: ",
         f"caveat: {Caveat.WINDOWED.text}",
+        "objective balanced, no SLO was given",
     ):
         assert words in text
     assert lines[-1] == "evidence: runs/x"
@@ -58,7 +61,11 @@ def test_comments_carry_what_a_reader_needs_years_later() -> None:
             "capacity",
             "decided by capacity: +25.0% (90% interval +17.6% … +33.3% over this)",
         ),
-        ("worst SLO slack", ""),
+        (
+            "worst SLO slack",
+            "decided by the share of its tightest SLO that is used: -20.0% "
+            "(90% interval -25.0% … -15.0% over this)",
+        ),
     ],
 )
 def test_what_decided_is_told_where_no_row_has_it(metric: str, said: str) -> None:
@@ -156,6 +163,16 @@ def test_a_stretch_that_raced_has_its_own_change_beside_its_levels() -> None:
         assert found.recommendation is not None
         assert facts_of_run(found, found.recommendation, Path("x"))["gain"] == gain_is
         assert facts_in(told, WINNER)["gain"] == gain_is
+
+
+def test_slos_are_named_and_what_they_bound_is_compared() -> None:
+    """Also where the objective goes by another statistic: TPOT is told by its median else."""
+    goal = replace(GOAL, slos=(Slo.parse("tpot_p99=50ms"),))
+    records = [a_record(limits, round_=n) for limits in (WINNER, CURRENT) for n in (1, 2)]
+    found = make_outcome(CHANGE, goal, records, [], RunFindings(), GIVEN, "complete")
+    told = comments(found, "best.yaml", "runs/x")
+    assert "objective balanced, SLOs: tpot_p99=0.05s" in told
+    assert [line.split()[0] for line in told].count("tpot_p99") == 1
 
 
 def test_an_unfinished_run_says_that_nothing_was_raced() -> None:

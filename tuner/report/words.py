@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tuner.engine.limits import EngineLimits
-from tuner.search.objective import WORST_SLACK, is_rate
+from tuner.search.objective import WORST_SLACK, is_rate, named
 from tuner.stats import significant
 
 NOTHING = "\N{EN DASH}"
@@ -35,10 +35,8 @@ def metric_name(metric: str) -> str:
     """
     if metric in _RATES:
         return _RATES[metric]
-    if metric == WORST_SLACK:
-        return "the share of its tightest SLO that is used"
     name, _, statistic = metric.rpartition("_")
-    return f"{_NAMES[name]} {statistic}" if name in _NAMES else metric
+    return f"{_NAMES[name]} {statistic}" if name in _NAMES else named(metric)
 
 
 def is_latency(metric: str) -> bool:

@@ -109,7 +109,7 @@ def make_outcome(
         recommendation=_advice(decision) if is_feasible else None,
         baseline=given.current,
         evidence=_evidence(
-            trials, decision, current, goal.tail, is_part=trace.is_predicted_of_more
+            trials, decision, current, goal, is_part=trace.is_predicted_of_more
         ),
         limited_by=limited_by(trials, decision.winner, goal.slos, goal.tail, is_part=is_part),
         load=load_text(trials, decision.shown, is_part=is_part),
@@ -159,7 +159,7 @@ def _evidence(
     trials: Sequence[Trial],
     decision: RaceDecision,
     current: EngineLimits,
-    tail: str,
+    goal: Scoring,
     *,
     is_part: bool,
 ) -> tuple[MetricChange, ...]:
@@ -167,7 +167,7 @@ def _evidence(
 
     Where a part of what decided was replayed, its levels are not those of that gain.
     """
-    changes = metric_changes(trials, decision.shown, current, tail)
+    changes = metric_changes(trials, decision.shown, current, goal.tail, goal.slos)
     gain = decision.gain_here or decision.gain
     if gain is None:
         return tuple(changes)
