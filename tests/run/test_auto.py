@@ -363,6 +363,17 @@ def test_slos_that_requests_break_alone_are_not_put_down_to_the_load(
     assert "--load" not in error.value.hint
 
 
+def test_where_no_setting_answers_in_time_the_run_says_which_loses_least(
+    tmp_path: Path,
+) -> None:
+    """Calibrating finds none to choose between, which is no reason to predict nothing."""
+    arguments = arguments_for(tmp_path / "run", "--budget", "60s", "--slo", "ttft_p90=9s")
+    with pytest.raises(NoFeasibleConfigError) as raised:
+        shown(lambda: job_on(SOURCE, [*arguments, "--request-timeout", "1ms"]))
+    assert "loses least, 100% of them" in raised.value.message
+    assert "allow a longer --request-timeout" in raised.value.hint
+
+
 def test_a_key_that_the_profile_hides_is_still_asked_for(
     tmp_path: Path, profile_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ Only one kind of replay stands on it: the one that ranked the space.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from tuner.engine.limits import EngineLimits
@@ -74,7 +75,7 @@ def _sentences(run: RunFiles, observations: list[Observation]) -> tuple[str, ...
         f"{counted(len({o.limits for o in observations}), 'pair')} of limits, {how}, "
         "one replay each"
     ]
-    if best is not None:
+    if best is not None and math.isfinite(best.score.value):
         metric, value = best.score.metric, score(best.score.metric, best.score.value)
         chosen = f"of those within {TIE_RATIO:.0%} of each other the smallest"
         if best.score.tier is Tier.NOT_SUSTAINED:

@@ -5,6 +5,7 @@ Milliseconds exist here alone; everywhere else latencies are in seconds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from tuner.engine.limits import EngineLimits
@@ -69,9 +70,13 @@ def quantity(metric: str, value: float | None) -> str:
 
     >>> quantity(WORST_SLACK, 324.0) == "324 \N{MULTIPLICATION SIGN} its SLO"
     True
+    >>> quantity("e2e_p99", math.inf)
+    'without end'
     """
     if value is None:
         return NOTHING
+    if math.isinf(value):
+        return "without end"
     if metric == WORST_SLACK:
         return f"{plain(value)} \N{MULTIPLICATION SIGN} its SLO"
     if metric == "capacity":

@@ -9,6 +9,7 @@ engine runs in a process of its own, which imports the script anew.
 
 from __future__ import annotations
 
+import math
 import platform
 import time
 from collections import Counter
@@ -259,7 +260,8 @@ class _Run:
         """Say why nothing was answered anywhere: who lost least, or what mostly went wrong."""
         records = decisive(self._context.journal.records())
         best = leader([t.observation for t in records])
-        if best is not None and best.score.tier is Tier.BREAKS_SLO:
+        is_known = best is not None and math.isfinite(best.score.value)
+        if best is not None and best.score.tier is Tier.BREAKS_SLO and is_known:
             return self._nothing_feasible(self._so_far())
         trials = f"all trials are in {self._context.run_dir.path}"
         lost = [(t.measurement["lost_ratio"], t) for t in records if t.measurement]

@@ -82,15 +82,16 @@ def test_requests_that_all_come_at_once_are_tuned_for_without_advice_for_clients
     assert "connection pool 3," in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("slo", [(), ("--slo", "ttft_p90=1s")])
 def test_where_no_request_is_answered_in_time_it_is_said_how_many_are_lost(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    slo: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_profile(tmp_path / "p.yaml", a_profile())
     a_trace_file(tmp_path / "t.jsonl", 60, per_s=1.0)
     words = ["--profile", str(tmp_path / "p.yaml"), "--force-profile", "--method", "shadow"]
     words += ["--trace", str(tmp_path / "t.jsonl"), "--run-dir", str(tmp_path / "run")]
     words += ["-o", str(tmp_path / "best.yaml"), "--request-timeout", "1ms"]
-    assert run(words) == 3
+    assert run([*words, *slo]) == 3
     said = " ".join(capsys.readouterr().err.split())
     assert "no configuration answers its requests; " in said
     assert "loses least, 100% of them" in said
