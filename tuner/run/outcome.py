@@ -100,6 +100,8 @@ def make_outcome(
     current, trace = given.current.limits, given.provenance.trace
     is_part = trace.replayed_requests < trace.requests and not decision.is_predicted
     is_feasible = _is_feasible(decision, trials)
+    # What is deployed, or else whom the result calls nearest.
+    told = decision.winner if is_feasible else decision.best
     return RunResult(
         state=state,
         method=given.provenance.options["method"],
@@ -111,8 +113,8 @@ def make_outcome(
         evidence=_evidence(
             trials, decision, current, goal, is_part=trace.is_predicted_of_more
         ),
-        limited_by=limited_by(trials, decision.winner, goal.slos, goal.tail, is_part=is_part),
-        load=load_text(trials, decision.shown, is_part=is_part),
+        limited_by=limited_by(trials, told, goal.slos, goal.tail, is_part=is_part),
+        load=load_text(trials, told, is_part=is_part),
         confirmed_cold=found.cold,
         capacity=found.capacity,
         provenance=given.provenance,
