@@ -231,8 +231,9 @@ class _Run:
         scoring = Scoring(context.aim.objective, context.aim.slos, "p50")
         said = [] if known is None else [known.text]
         said += scoring.broken_in(own[-1].measurement or {}) if own else []
-        alone = self._alone(nearest)
+        alone, borne = self._alone(nearest), self._session.findings().capacity
         said += [] if alone is None else [alone.text]
+        said += [] if borne is None or alone else [f"capacity at the SLOs: {borne.text}"]
         hint = "relax an SLO, lower --load, or add replicas" if alone is None else alone.hint
         if known is not None and known.p_slo >= MAYBE_MEETS:
             is_shadow = self._prepared.options.method is Method.SHADOW
