@@ -23,7 +23,15 @@ from tuner.run.evidence import MetricChange, kv_text, metric_changes
 from tuner.run.knobs.records import KnobAdvice
 from tuner.run.loads.records import ClientAdvice
 from tuner.run.variants.records import VariantComparison
-from tuner.search.objective import Bounds, Objective, is_rate, moved, moved_bounds
+from tuner.search.objective import (
+    WORST_SLACK,
+    Bounds,
+    Objective,
+    is_rate,
+    moved,
+    moved_bounds,
+    named,
+)
 from tuner.search.race import Odds, RaceVerdict, Standing
 from tuner.search.trials import Phase, Trial, predictions
 from tuner.stats import Estimate
@@ -104,16 +112,17 @@ class Advice(LimitsRecord):
 
     @property
     def gain_text(self) -> str:
-        """By how much the latency or rate that decided changes; empty where neither did."""
+        """By how much the latency, rate or share of an SLO that decided changes, if one did."""
         metric = self.gain_metric
-        is_told = f"{metric.rpartition('_')[0]}_s" in LATENCIES or is_rate(metric)
+        is_latency = f"{metric.rpartition('_')[0]}_s" in LATENCIES
+        is_told = is_latency or is_rate(metric) or metric == WORST_SLACK
         if self.gain_ratio is None or self.odds is None or not is_told:
             return ""
         low, high = moved_bounds(metric, self.gain_interval or (None, None))
         known = low is not None and high is not None
         within = f"90% interval {low:+.1%} … {high:+.1%} over " if known else "over "
         change = f"{moved(metric, self.gain_ratio):+.1%}"
-        return f"{metric}: {change} ({within}{self.odds.basis})"
+        return f"{named(metric)}: {change} ({within}{self.odds.basis})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,7 +330,7 @@ class StartFinding(LimitsRecord):
         """Return it as a line."""
         by = "it fails"
         if self.ratio is not None:
-            by = f"{self.metric} {moved(self.metric, self.ratio - 1):+.1%}"
+            by = f"{named(self.metric)} {moved(self.metric, self.ratio - 1):+.1%}"
         state = f", {self.state}" if self.state else ""
         against = f"starting point {self.name} ({self.limits}) against this"
         return f"{against}, predicted: {by}{state}"
@@ -411,6 +420,17 @@ class RunResult:
         return not self.evidence or any(row.rounds for row in self.evidence)
 
     @property
+    def decisive_row(self) -> MetricChange | None:
+        """The row of the evidence that tells what decided, None where none does.
+
+        Not one of a stretch that raced, where all of the trace was predicted and decided.
+        """
+        advice, is_part = self.recommendation, self.provenance.trace.is_predicted_of_more
+        metric = "" if advice is None else advice.gain_metric
+        mine = (row for row in self.evidence if row.metric == metric)
+        return next((row for row in mine if not (row.rounds and is_part)), None)
+
+    @property
     def at_which_load(self) -> str:
         """At which load levels stand beside each other, empty for the one that was replayed."""
         advice = self.recommendation
@@ -424,7 +444,9 @@ class RunResult:
         advice = self.recommendation
         if advice is None or not advice.rounds:
             return "predicted, not raced"
-        rounds = f"{advice.rounds} round{'' if advice.rounds == 1 else 's'}"
+        # Rounds of others are none of the pair that is shown.
+        own = max((row.rounds for row in self.evidence), default=0) or advice.rounds
+        rounds = f"{own} round{'' if own == 1 else 's'}"
         if self.is_raced:
             return f"{rounds} in turns"
         trace = self.provenance.trace

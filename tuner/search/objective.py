@@ -68,6 +68,15 @@ def moved_bounds(metric: str, bounds: Bounds) -> Bounds:
     return -1.0 if high is None else high, low
 
 
+def named(metric: str) -> str:
+    """Return a metric as sentences name it: what is judged by SLOs in words, others as they are.
+
+    >>> named(WORST_SLACK), named("e2e_p99")
+    ('the share of its tightest SLO that is used', 'e2e_p99')
+    """
+    return "the share of its tightest SLO that is used" if metric == WORST_SLACK else metric
+
+
 def is_rate(metric: str) -> bool:
     """Return whether more of a metric is better, so that its score is its inverse."""
     return metric.endswith("_per_s") or metric == Objective.CAPACITY
