@@ -101,6 +101,27 @@ def test_every_batch_comes_back_with_its_contexts(tmp_path: Path, *, has_details
         assert ours.sum() == pytest.approx(its.sum(), rel=0.01)
 
 
+def test_requests_that_their_clients_left_are_in_the_batches(tmp_path: Path) -> None:
+    trace = steady(300, per_s=6.0, prompt=100, output=60)
+    true, steps, (source, *rows) = recorded(served(trace=trace), trace=trace)
+    for number, row in enumerate(rows):
+        if number % 3:
+            known = msgspec.json.decode(row, type=Row)
+            assert known.e2e_s is not None
+            # It left a millisecond after its last token, before the next one came.
+            cut: dict[str, Any] = {"status": "abort", "decode_s": None, "prefill_s": None}
+            cut["e2e_s"] = known.e2e_s + 0.001
+            rows[number] = row_line(msgspec.structs.replace(known, **cut))
+    (found,), requests = read(tmp_path, steps, [source, *rows])
+    rebuilt = rebuild(found, requests)
+    assert rebuilt.requests == len(trace)
+    assert len(rebuilt.steps) > 0.97 * len(true)
+    at = np.searchsorted(found.ended_s, rebuilt.steps.end_s)
+    for name in ("decode_context_tokens", "prefill_context_tokens"):
+        ours, its = getattr(rebuilt.steps, name), getattr(true, name)[at]
+        assert np.mean(np.abs(ours - its) <= 0.02 * its + 1) > 0.95
+
+
 def test_the_engine_that_served_is_learnt_without_touching_it(tmp_path: Path) -> None:
     _, steps, rows = recorded(served())
     found, requests = read(tmp_path, steps, rows)
