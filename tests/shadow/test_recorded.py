@@ -353,6 +353,17 @@ def test_steps_of_two_starts_teach_together(tmp_path: Path) -> None:
     assert isinstance(first, RecordedSteps)
 
 
+def test_the_start_that_served_last_is_current_whatever_its_files_are_called(
+    tmp_path: Path,
+) -> None:
+    """What a second start writes stands before the first's where names are sorted."""
+    first = a_recording(tmp_path, "prod")
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 256}
+    a_recording(tmp_path, "prod.1", later_s=1000.0, limits=limits)
+    found = read_steps(steps_beside([first]))
+    assert [steps.server.limits for steps in found] == [LIMITS, EngineLimits(8, 256)]
+
+
 def test_starts_that_differ_in_what_an_engine_is_are_refused_with_it(tmp_path: Path) -> None:
     """The KV cache of eight bits has twice the blocks, which no budget explains."""
     kept = {"block_size": 16, "enable_prefix_caching": True}

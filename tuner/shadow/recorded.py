@@ -204,7 +204,9 @@ def _parts_of(recording: Path, suffix: str) -> list[Path]:
 
 
 def read_steps(paths: Iterable[Path]) -> list[RecordedSteps]:
-    """Return the steps of each server that the files name, in the files' order.
+    """Return the steps of each server that the files name, the one that served last as last.
+
+    The names of the files tell no order: prod.1.steps follows prod.steps, or another before it.
 
     A last line that a killed server left half written is left out, and so is a file in which it
     wrote nothing.
@@ -226,9 +228,10 @@ def read_steps(paths: Iterable[Path]) -> list[RecordedSteps]:
     found = [(server, blocks) for server, blocks in by_server.values() if blocks]
     if not found:
         raise UsageError("no step was recorded before the server ended", HOW)
-    return [
+    each = [
         RecordedSteps.of(server, np.concatenate(blocks, axis=1)) for server, blocks in found
     ]
+    return sorted(each, key=lambda steps: float(steps.ended_s[-1]))
 
 
 _Span = tuple[Path, float, float]
@@ -248,7 +251,8 @@ def _check_one_engine(what: str, spans: Iterable[_Span]) -> None:
             raise UsageError(
                 f"the {what} of {before[0]} and {path} are of several engines, or API "
                 f"servers of one: both were recorded over the same {overlap_s:.0f} s",
-                "name the files of one engine with one API server, each other in its own run",
+                "name the files of one engine, its steps with --steps; of several API servers "
+                "each saw a part of every batch: record with --api-server-count 1",
             )
         if before is None or end_s > before[2]:
             before = span
