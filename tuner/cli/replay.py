@@ -22,9 +22,9 @@ from tuner.engine.live import LiveSource
 from tuner.engine.protocol import EngineFacts, EngineSource
 from tuner.errors import Caveat, UsageError
 from tuner.files import log_folder
-from tuner.replay.arrivals import check_lead_in
+from tuner.replay.arrivals import ClockKind, check_lead_in
 from tuner.replay.metrics import Measurement, measure
-from tuner.replay.plan import ClockKind, ReplayPlan, doubts
+from tuner.replay.plan import ReplayPlan, doubts
 from tuner.replay.process import EngineProcess
 from tuner.replay.slo import LATENCIES
 from tuner.run.inputs import EngineChoice, Traffic

@@ -110,9 +110,7 @@ def make_outcome(
         slos=tuple(str(slo) for slo in goal.slos),
         recommendation=_advice(decision) if is_feasible else None,
         baseline=given.current,
-        evidence=_evidence(
-            trials, decision, current, goal, is_part=trace.is_predicted_of_more
-        ),
+        evidence=_evidence(trials, decision, current, goal, is_part=trace.is_predicted_of_more),
         limited_by=limited_by(trials, told, goal.slos, goal.tail, is_part=is_part),
         load=load_text(trials, told, is_part=is_part),
         confirmed_cold=found.cold,
