@@ -1,6 +1,7 @@
 # sh serve.sh
 # tuned 2026-11-24 on 233 requests of translation.jsonl (sha256 b069b002…), busiest 87 s to 91 s (4 of 120 s)
 # vLLM 0.32.0, CPU (2 cores, x86_64), 51 settings replayed in the shadow, measured live, 1 round in turns, confirmed on engines started cold: e2e_p95 -54.0% in the race, -59.3% there
+# objective balanced, SLOs: ttft_p90=2s
 # against the current max-num-seqs 8, max-num-batched-tokens 2048:
 #   e2e_p95          9.38 s -> 4.31 s   (-56.4%, interval -58.1% … -54.3%)
 #   e2e_p50          5.73 s -> 2.36 s   (-58.7%, interval -64.5% … -52.0%)

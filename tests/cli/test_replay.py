@@ -92,6 +92,7 @@ def test_greedy_is_off_unless_asked_for(tmp_path: Path) -> None:
         (["--engine", "shadow"], "--engine shadow needs --profile FILE"),
         (["--profile", "x.yaml"], "--profile is for --engine shadow"),
         (["--engine", "shadow", "--greedy"], "--greedy is for a live engine"),
+        (["--engine", "shadow", "--clock", "wall"], "--clock wall is for a live engine"),
     ],
 )
 def test_a_profile_and_a_shadow_go_together(

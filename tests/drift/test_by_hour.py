@@ -153,6 +153,19 @@ def test_a_day_and_a_night_that_want_different_caps_make_a_pair() -> None:
     assert plans.two.pays
 
 
+@pytest.mark.parametrize("dates", [[(1,), (1,), (0,), (0,)], [(1,), (1,), (0, 1), (0,)]])
+def test_a_day_that_begins_at_noon_is_a_day(dates: list[tuple[int, ...]]) -> None:
+    """Its hours lie on two dates, and one of these alone switches nothing."""
+    part = Window(0.0, 1.0)
+    hours = [Hour(h, (part,) * len(on), on, 1000 * len(on)) for h, on in enumerate(dates)]
+    rows = {SMALL: [1.0, 1.0, 4.0, 4.0], LARGE: [2.0, 2.0, 1.0, 1.0]}
+    gain = day_plans(hours, drawn(hours, rows, 0.03)).two.gain
+    assert gain is not None
+    assert gain.low is not None
+    assert gain.value == pytest.approx(1 - 0.5**0.5, abs=0.01)
+    assert gain.low == pytest.approx(gain.value, abs=0.05)
+
+
 def test_differences_within_the_shadows_error_switch_nothing() -> None:
     hours = hours_with([500, 500])
     rows = {SMALL: [1.0, 1.04], LARGE: [1.04, 1.0]}
@@ -200,6 +213,8 @@ def test_a_busy_hour_and_a_quiet_one_are_replayed_and_reported() -> None:
     assert len(said) == 2
     shown: dict[str, Any] = json.loads(json.dumps(found.as_json()))
     assert [hour["hour"] for hour in shown["hours"]] == [0, 1]
+    # Each by the tail that its requests carry, 60 and 480 of a date.
+    assert shown["metric"] == "e2e_p50 or e2e_p95"
     assert shown["current"]["max_num_seqs"] == 1
     assert shown["plans"]["fixed"]["settings"][0]["max_num_seqs"] > 1
     assert any(line.startswith("one for all hours: ") for line in found.lines())

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from support.result_parts import CHANGE, CURRENT, GIVEN, GOAL, MEASURED, WINNER, made
+from support.result_parts import (
+    CHANGE,
+    CURRENT,
+    GIVEN,
+    GOAL,
+    INFO,
+    MEASURED,
+    WINNER,
+    a_record,
+    given,
+    made,
+)
 from tuner.cli.displays import show_outcome
 from tuner.emit.comments import comments
+from tuner.emit.recommendation import facts_in, facts_of_run
 from tuner.errors import Caveat
+from tuner.replay.slo import Slo
 from tuner.run.outcome import RunFindings, make_outcome
 from tuner.run.records import ColdConfirmation
 from tuner.search.judging import why_of
@@ -29,6 +43,7 @@ def test_comments_carry_what_a_reader_needs_years_later() -> None:
         "against the current max-num-seqs 32, max-num-batched-tokens 4096:",
         "limited by: ",
         f"caveat: {Caveat.WINDOWED.text}",
+        "objective balanced, no SLO was given",
     ):
         assert words in text
     assert lines[-1] == "evidence: runs/x"
@@ -46,7 +61,11 @@ def test_comments_carry_what_a_reader_needs_years_later() -> None:
             "capacity",
             "decided by capacity: +25.0% (90% interval +17.6% … +33.3% over this)",
         ),
-        ("worst SLO slack", ""),
+        (
+            "worst SLO slack",
+            "decided by the share of its tightest SLO that is used: -20.0% "
+            "(90% interval -25.0% … -15.0% over this)",
+        ),
     ],
 )
 def test_what_decided_is_told_where_no_row_has_it(metric: str, said: str) -> None:
@@ -91,8 +110,9 @@ def test_keeping_what_one_has_is_said_first_of_all() -> None:
 
 def test_a_winner_that_did_not_race_is_not_said_to_have_been_measured() -> None:
     raced = made()
-    assert raced.how_raced == "3 rounds in turns"
-    assert "measured live, 3 rounds in turns" in "\n".join(
+    # Of the three rounds two were of the pair.
+    assert raced.how_raced == "2 rounds in turns"
+    assert "measured live, 2 rounds in turns" in "\n".join(
         comments(raced, "best.yaml", "runs/x")
     )
     rows = tuple(replace(row, rounds=0, change_interval=None) for row in raced.evidence)
@@ -114,6 +134,45 @@ def test_levels_that_are_predicted_say_of_how_much() -> None:
         "1,234 of them replayed, " in told
     )
     assert "predicted of the whole trace, 60 s, corrected by 3 rounds of others" in told
+
+
+def test_a_stretch_that_raced_has_its_own_change_beside_its_levels() -> None:
+    """What is thought of all of the trace stands by itself: no level there was replayed."""
+    odds = Odds(0.99, None, 1.0, 0.25, 0.98, basis="this")
+    decision = replace(CHANGE, metric="requests_per_s", odds=odds)
+    slow = {**MEASURED, "requests_per_s": 0.5}
+    score = Score(Tier.GOOD, 2.0, "requests_per_s")
+    records = [
+        Trial.of(0, limits, Phase.RACE, n, score, measured)
+        for limits, measured in ((WINNER, MEASURED), (CURRENT, slow))
+        for n in (1, 2)
+    ]
+    for more, row_is, gain_is in (
+        ({}, "+25.0%", "requests_per_s +25.0%, interval +17.6% … +33.3%"),
+        (
+            {"predicted_requests": 9000, "predicted": "the whole trace, 60 s"},
+            "+99.9%",
+            "requests_per_s: +25.0% (90% interval +17.6% … +33.3% over this)",
+        ),
+    ):
+        of = given(CURRENT, INFO, **more)
+        found = make_outcome(decision, GOAL, records, [], RunFindings(), of, "complete")
+        told = comments(found, "best.yaml", "runs/x")
+        (row,) = (line for line in told if line.startswith("  requests_per_s"))
+        assert f"0.500/s -> 1.00/s   ({row_is}" in row
+        assert found.recommendation is not None
+        assert facts_of_run(found, found.recommendation, Path("x"))["gain"] == gain_is
+        assert facts_in(told, WINNER)["gain"] == gain_is
+
+
+def test_slos_are_named_and_what_they_bound_is_compared() -> None:
+    """Also where the objective goes by another statistic: TPOT is told by its median else."""
+    goal = replace(GOAL, slos=(Slo.parse("tpot_p99=50ms"),))
+    records = [a_record(limits, round_=n) for limits in (WINNER, CURRENT) for n in (1, 2)]
+    found = make_outcome(CHANGE, goal, records, [], RunFindings(), GIVEN, "complete")
+    told = comments(found, "best.yaml", "runs/x")
+    assert "objective balanced, SLOs: tpot_p99=0.05s" in told
+    assert [line.split()[0] for line in told].count("tpot_p99") == 1
 
 
 def test_an_unfinished_run_says_that_nothing_was_raced() -> None:

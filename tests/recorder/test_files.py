@@ -71,6 +71,27 @@ def test_files_keep_to_their_size_lose_nothing_and_each_have_a_header(
     assert found == lines
 
 
+@pytest.mark.parametrize("taken", ["deleted", "emptied", "renamed"])
+def test_what_follows_a_file_that_was_taken_away_is_kept(tmp_path: Path, taken: str) -> None:
+    path, kept = tmp_path / "prod.jsonl", tmp_path / "prod.jsonl.1"
+    segments = Segments(path, None, lambda: b"head\n")
+    segments.write([b"one\n"])
+    if taken == "renamed":
+        path.rename(kept)
+    else:
+        # As logrotate does, by copytruncate or before it compresses.
+        shutil.copy(path, kept)
+        path.unlink() if taken == "deleted" else os.truncate(path, 0)
+    segments.write([b"two\n"])
+    segments.write([b"three\n"])
+    segments.close()
+    parts = [part.read_bytes() for part in (kept, *segments.paths) if part.exists()]
+    whole = [b"head\none\n", b"head\ntwo\nthree\n"]
+    assert [part for part in parts if part] == (
+        [b"head\none\ntwo\nthree\n"] if taken == "renamed" else whole
+    )
+
+
 def test_a_recording_is_a_trace_that_tune_reads(tmp_path: Path) -> None:
     path = tmp_path / "prod.jsonl"
     with recording(path) as recorder:

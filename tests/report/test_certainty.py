@@ -122,6 +122,20 @@ def test_it_says_which_measurement_would_help_most(run: Path, tmp_path: Path) ->
         assert expected in text.lower() or expected in text, name
 
 
+def test_what_may_be_better_than_the_answer_is_what_is_to_be_measured(
+    run: Path, tmp_path: Path
+) -> None:
+    """The current one, which is surely worse than both, tells nothing of them."""
+    open_ = (-0.155, -0.055), (-0.155, -0.055)
+    for method, how in (("auto", "give --budget more"), ("shadow", "run without --method sh")):
+        for name in ("before", "after"):
+            (tmp_path / method / name).mkdir(parents=True)
+        made = changed(run, tmp_path / method / "before", method=method)
+        text = said(made, tmp_path / method / "after", "change", *open_)
+        assert "rounds of 8/2048 and 16/2048 on a live engine" in text
+        assert how in text
+
+
 def test_numbers_of_the_recorded_traffic_are_not_told_as_of_other(
     run: Path, tmp_path: Path
 ) -> None:

@@ -58,6 +58,13 @@ def test_the_stop_is_where_the_cap_no_longer_binds_or_the_last_rung() -> None:
     assert (loose.cap, loose.why[:29]) == (32, "at most 11 requests ran at on")
 
 
+def test_a_smaller_cap_that_ties_with_the_last_is_not_said_to_be_better() -> None:
+    rungs = [a_rung(4, 3.0), a_rung(8, 2.02), a_rung(16, 2.0)]
+    assert stop_of(rungs).why == "it was the ladder's last, and 8 was as good within 3%"
+    worse = [*rungs[:2], a_rung(16, 2.5)]
+    assert stop_of(worse).why == "it was the ladder's last, and 8 was better"
+
+
 def test_no_cap_below_the_best_is_where_the_climb_ends() -> None:
     """One cap alone never bound, and a larger one runs the same batches faster."""
     rungs = [a_rung(1, 3.0, running=1), a_rung(2, 3.0, running=1), a_rung(8, 2.0, running=1)]

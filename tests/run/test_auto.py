@@ -363,6 +363,32 @@ def test_slos_that_requests_break_alone_are_not_put_down_to_the_load(
     assert "--load" not in error.value.hint
 
 
+def test_nothing_is_said_of_limits_that_the_engine_did_not_start_at(tmp_path: Path) -> None:
+    """Neither that larger caps may be better nor how a starting point there compares."""
+    poor = replace(SOURCE, no_memory_above=10)
+    arguments = arguments_for(tmp_path / "run", "--budget", "40s", "--load", "3")
+    said = shown(lambda: job_on(poor, arguments))
+    result = Run(tmp_path / "run", said.err, said.out).result
+    texts = {caveat["id"]: caveat["text"] for caveat in result["caveats"]}
+    assert (
+        "so that nothing beyond 4/2048 was tried: with lower caps" in texts["ceiling_lowered"]
+    )
+    assert texts["at_space_edge"].endswith("at the edge of what was searched")
+    assert not result["starting_points"]
+    assert "starting point" not in said.err
+
+
+def test_where_no_setting_answers_in_time_the_run_says_which_loses_least(
+    tmp_path: Path,
+) -> None:
+    """Calibrating finds none to choose between, which is no reason to predict nothing."""
+    arguments = arguments_for(tmp_path / "run", "--budget", "60s", "--slo", "ttft_p90=9s")
+    with pytest.raises(NoFeasibleConfigError) as raised:
+        shown(lambda: job_on(SOURCE, [*arguments, "--request-timeout", "1ms"]))
+    assert "loses least, 100% of them" in raised.value.message
+    assert "allow a longer --request-timeout" in raised.value.hint
+
+
 def test_a_key_that_the_profile_hides_is_still_asked_for(
     tmp_path: Path, profile_path: Path
 ) -> None:

@@ -11,13 +11,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from support.result_parts import CHANGE, CURRENT, WINNER, made
+from support.result_parts import CHANGE, CURRENT, GIVEN, GOAL, MEASURED, WINNER, made
 from tuner.errors import Caveat, UsageError
 from tuner.run.drawing import OWN_SPEED
+from tuner.run.outcome import RunFindings, make_outcome
 from tuner.run.records import OWN_RATIO, Restlessness
 from tuner.run.result import RunResult, read_result
-from tuner.search.objective import Tier
-from tuner.search.race import Odds
+from tuner.search.objective import Score, Tier
+from tuner.search.race import Odds, RaceVerdict
+from tuner.search.trials import Phase, Trial
 from tuner.stats import Estimate
 
 DEMO_RUN = Path(__file__).parents[2] / "examples" / "demo" / "run"
@@ -30,6 +32,25 @@ def test_a_change_is_quoted_with_its_gain_and_interval() -> None:
     assert advice.is_change
     assert advice.gain_ratio == pytest.approx(-0.2)
     assert advice.gain_interval == pytest.approx((-0.25, -0.15))
+
+
+def test_load_limits_and_cache_are_of_what_is_deployed_or_nearest() -> None:
+    """Also where what one has is kept, and another one's gain is shown."""
+    used = {WINNER: 0.5, CURRENT: 1.5}
+    records = [
+        Trial.of(0, limits, Phase.RACE, n, Score(Tier.GOOD, 2.0, "e2e_p99"), measured)
+        for limits, load in used.items()
+        for n in (1, 2)
+        for measured in [{**MEASURED, "utilisation": load, "offered_per_s": 1.0}]
+    ]
+    kept = replace(CHANGE, verdict=RaceVerdict.KEEP, winner=CURRENT, why="too little")
+    unmet = replace(kept, odds=Odds(0.5, 0.1, 1.0, 0.1, 0.5))
+    for decision, load in ((kept, "overloaded 1.5 x"), (unmet, "utilisation 50%")):
+        found = make_outcome(decision, GOAL, records, [], RunFindings(), GIVEN, "complete")
+        assert found.load.endswith(load)
+        assert ("the load, 1.5 x" in found.limited_by) is (decision is kept)
+    assert found.nearest is not None
+    assert found.nearest.limits == WINNER
 
 
 def test_more_requests_a_second_are_a_gain_above_zero() -> None:

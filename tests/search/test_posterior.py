@@ -193,8 +193,17 @@ def test_where_nothing_sustains_the_load_the_slos_still_count() -> None:
     assert (found.verdict, found.winner) == (RaceVerdict.CHANGE, OTHER)
     assert found.odds is not None
     assert found.odds.meets_more
-    assert found.why.startswith("keeps the SLOs and the load with probability 0.9, which the")
+    assert found.why.startswith("meets the SLOs with probability 0.9, which the")
     assert found.odds.p_better > 0.9
+
+
+def test_of_bounds_only_those_are_named_that_are_kept() -> None:
+    """The current one breaks both; the other bears the load and still breaks the SLO."""
+    found = draws(score(20.0, slo=4.0, load=1.4), score(3.0, slo=1.5, load=0.5)).decide(CURRENT)
+    assert found.winner == OTHER
+    assert found.why.startswith("sustains the load with probability 0.9, which the")
+    both = draws(score(20.0, slo=4.0, load=1.4), score(3.0, slo=0.5, load=0.5)).decide(CURRENT)
+    assert both.why.startswith("keeps the SLOs and the load with")
 
 
 def test_with_a_margin_only_those_contend_that_keep_their_slos_with_room_to_spare() -> None:

@@ -135,6 +135,20 @@ def test_a_profile_that_was_off_by_more_than_it_said_is_not_said_to_be_right_aga
     assert found.metric_error_ratio == pytest.approx(wrong)
 
 
+@pytest.mark.parametrize(
+    ("origin", "times", "wrong"),
+    [("", 1.0, 0.3), ("", 1.1, 0.205), ("", 1.3, 0.1), ("published tables", 1.0, 0.1)],
+)
+def test_an_error_that_was_measured_is_less_by_what_a_point_moves(
+    origin: str, times: float, wrong: float
+) -> None:
+    """A point that finds the level right says nothing of what else was off."""
+    profile = replace(a_profile(), origin=origin, metric_error_ratio=0.3)
+    said_s = at_own_limits(profile, Anchor(0.015, 14.0))[1].predicted_s
+    found, _ = at_own_limits(profile, Anchor(times * said_s, 14.0))
+    assert found.metric_error_ratio == pytest.approx(wrong, abs=0.001)
+
+
 def test_between_two_numbers_of_requests_the_time_lies_between_theirs() -> None:
     profile = a_profile()
     (_, low), (_, middle), (_, high) = (

@@ -101,6 +101,27 @@ def test_every_batch_comes_back_with_its_contexts(tmp_path: Path, *, has_details
         assert ours.sum() == pytest.approx(its.sum(), rel=0.01)
 
 
+def test_requests_that_their_clients_left_are_in_the_batches(tmp_path: Path) -> None:
+    trace = steady(300, per_s=6.0, prompt=100, output=60)
+    true, steps, (source, *rows) = recorded(served(trace=trace), trace=trace)
+    for number, row in enumerate(rows):
+        if number % 3:
+            known = msgspec.json.decode(row, type=Row)
+            assert known.e2e_s is not None
+            # It left a millisecond after its last token, before the next one came.
+            cut: dict[str, Any] = {"status": "abort", "decode_s": None, "prefill_s": None}
+            cut["e2e_s"] = known.e2e_s + 0.001
+            rows[number] = row_line(msgspec.structs.replace(known, **cut))
+    (found,), requests = read(tmp_path, steps, [source, *rows])
+    rebuilt = rebuild(found, requests)
+    assert rebuilt.requests == len(trace)
+    assert len(rebuilt.steps) > 0.97 * len(true)
+    at = np.searchsorted(found.ended_s, rebuilt.steps.end_s)
+    for name in ("decode_context_tokens", "prefill_context_tokens"):
+        ours, its = getattr(rebuilt.steps, name), getattr(true, name)[at]
+        assert np.mean(np.abs(ours - its) <= 0.02 * its + 1) > 0.95
+
+
 def test_the_engine_that_served_is_learnt_without_touching_it(tmp_path: Path) -> None:
     _, steps, rows = recorded(served())
     found, requests = read(tmp_path, steps, rows)
@@ -330,6 +351,17 @@ def test_steps_of_two_starts_teach_together(tmp_path: Path) -> None:
     assert profile.current_limits == limits
     assert learnt.steps > 1.9 * (len(first) - sum(learnt.left_out.values()) / 2)
     assert isinstance(first, RecordedSteps)
+
+
+def test_the_start_that_served_last_is_current_whatever_its_files_are_called(
+    tmp_path: Path,
+) -> None:
+    """What a second start writes stands before the first's where names are sorted."""
+    first = a_recording(tmp_path, "prod")
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 256}
+    a_recording(tmp_path, "prod.1", later_s=1000.0, limits=limits)
+    found = read_steps(steps_beside([first]))
+    assert [steps.server.limits for steps in found] == [LIMITS, EngineLimits(8, 256)]
 
 
 def test_starts_that_differ_in_what_an_engine_is_are_refused_with_it(tmp_path: Path) -> None:

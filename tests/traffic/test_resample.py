@@ -197,6 +197,23 @@ def test_the_load_of_a_load_is_their_product() -> None:
     assert at_load(at_load(steady(60, 2.0), 1.5), 2).load == 3.0
 
 
+@pytest.mark.parametrize("span_s", [(0.0, 600.0), (150.0, 290.0)])
+@pytest.mark.parametrize(("first", "second"), [(2.0, 2.0), (3.0, 1.5), (1.5, 4.0)])
+def test_copies_of_copies_are_of_other_users_and_do_not_meet(
+    first: float, second: float, span_s: tuple[float, float]
+) -> None:
+    """No two of them come at one instant, nor has one what another copy has alone."""
+    trace = chats(sessions=100, turns=3)
+    jittered_s = np.sort(trace.due_s + np.random.default_rng(0).uniform(0, 0.1, len(trace)))
+    scaled = at_load(replace(trace, due_s=jittered_s), first).between(*span_s)
+    again = at_load(scaled, second)
+    assert (np.diff(again.due_s) > 1e-6).mean() > 0.99
+    assert scaled.hashes is not None
+    assert again.hashes is not None
+    before, after = (np.unique(h.ids).size for h in (scaled.hashes, again.hashes))
+    assert after == pytest.approx(second * before, rel=0.04)
+
+
 def bursts() -> Trace:
     """Return eight requests a second with bursts of forty."""
     quiet_s = np.arange(0.0, 200.0, 0.125)

@@ -24,7 +24,7 @@ from tuner.report.summary import gain_words
 from tuner.run.listener import Listener, clock_text
 from tuner.run.records import Advice
 from tuner.run.result import RunResult
-from tuner.search.objective import Tier, moved
+from tuner.search.objective import Tier, moved, named
 from tuner.search.trials import Phase, Trial, leader
 
 _TIER_STYLES = {
@@ -134,7 +134,7 @@ class RunDisplay(Listener):
         if current is not None and comparable and current.limits != best.limits:
             one = "replay" if best.phase.is_on_windows else "shadow"
             metric, ratio = best.score.metric, best.score.value / current.score.value
-            gain = f" ({metric} {moved(metric, ratio - 1):+.0%}, one {one})"
+            gain = f" ({named(metric)} {moved(metric, ratio - 1):+.0%}, one {one})"
         return f"best so far {best.limits}{gain}"
 
     def _refresh(self) -> None:

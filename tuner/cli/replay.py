@@ -22,7 +22,7 @@ from tuner.engine.live import LiveSource
 from tuner.engine.protocol import EngineFacts, EngineSource
 from tuner.errors import Caveat, UsageError
 from tuner.files import log_folder
-from tuner.replay.arrivals import check_lead_in
+from tuner.replay.arrivals import ClockKind, check_lead_in
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan, doubts
 from tuner.replay.process import EngineProcess
@@ -58,12 +58,14 @@ class ReplayOptions:
     def parse(cls, params: Params) -> Self:
         """Return what the command line says. Raises: UsageError."""
         is_shadow, shadow = params["engine_kind"] == "shadow", None
-        if is_shadow and params["greedy"]:
-            raise UsageError(
-                "--greedy is for a live engine, and --engine shadow starts none",
-                "leave --greedy out",
-            )
         if is_shadow:
+            is_wall = params["clock"] == ClockKind.WALL
+            is_for_engine = {"--greedy": params["greedy"], "--clock wall": is_wall}
+            for option in (name for name, is_given in is_for_engine.items() if is_given):
+                raise UsageError(
+                    f"{option} is for a live engine, and --engine shadow starts none",
+                    f"leave {option} out",
+                )
             missing = UsageError("--engine shadow needs --profile FILE", WHERE_PROFILES_ARE)
             shadow = ShadowOptions.parse(params, missing)
         elif params["profile"]:

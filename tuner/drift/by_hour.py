@@ -31,7 +31,7 @@ from tuner.search.posterior import Draws
 from tuner.search.race import CONFIDENCE
 from tuner.search.trials import leader
 from tuner.shadow.calibration import StatedError
-from tuner.stats import Estimate, Floats, tail_statistic
+from tuner.stats import Estimate, tail_statistic
 from tuner.traffic.traces import ClockOrigin, Trace
 from tuner.traffic.windows import Window, whole
 
@@ -238,23 +238,26 @@ class _Day:
         return DayPlan(by_hour, self._gain(by_hour, before), mended)
 
     def _gain(self, by_hour: Sequence[EngineLimits], before: int) -> Estimate | None:
-        """Return the gain of a day, over dates and draws of each."""
+        """Return the gain of a day that has every hour, over dates and draws of each."""
         if all(self._settings[before] == limits for limits in by_hour):
             return None
-        totals: dict[int, Floats] = defaultdict(lambda: np.zeros(1))
-        weights: dict[int, float] = defaultdict(float)
+        days = max(len(hour.dates) for hour in self._hours)
+        total, weights = 0.0, 0.0
         for row, column, weight in self._rows(by_hour):
             with np.errstate(invalid="ignore"):
                 logs = self._logs[row][:, column] - self._logs[row][:, before]
             if not np.isfinite(logs).all():
                 continue
-            dates = self._hours[row].dates
-            for date, of_date in zip(dates, np.split(logs, len(dates)), strict=True):
-                totals[date] = totals[date] + weight * of_date
-                weights[date] += weight
-        if not totals:
+            dates = len(self._hours[row].dates)
+            of_dates = np.split(logs, dates)
+            # A recording rarely begins at midnight: a day has every hour, of whichever date.
+            total = total + weight * np.concatenate(
+                [of_dates[day % dates] for day in range(days)]
+            )
+            weights += weight
+        if not weights:
             return None
-        ratios = np.exp(np.concatenate([totals[date] / weights[date] for date in totals]))
+        ratios = np.exp(total / weights)
         ends = (0.5 - CONFIDENCE / 2, 0.5, 0.5 + CONFIDENCE / 2)
         high, value, low = (1 - np.quantile(ratios, ends)).tolist()
         return Estimate(value, low, high, len(ratios))
@@ -374,7 +377,6 @@ def calendar_of(
             candidates.add(best.limits)
         on_hour(f"{hour.name}: best {best.limits if best is not None else 'none'}")
     fewest = [min(len(part.of(trace)) for part in hour.parts) for hour in hours]
-    tail = tail_statistic(min(fewest))
     draws = max(MIN_DRAWS, math.ceil(FEW_DRAWS / max(len(hour.dates) for hour in hours)))
     draw = partial(retune.draw, settings=sorted(candidates), draws=draws)
     drawn = []
@@ -383,7 +385,8 @@ def calendar_of(
         if left_out:
             names = ", ".join(map(str, left_out))
             on_hour(f"{hour.name}: a date of it holds too few requests to judge by {names}")
-        scoring = Scoring(aim.objective, slos, tail)
+        # A quiet night hour carries no p99, which is no reason to judge a day by medians.
+        scoring = Scoring(aim.objective, slos, tail_statistic(count))
         of_dates = [
             draw(Workload("hour", (part,), (part.of(trace),), aim.plan, aim.slos, scoring))
             for part in hour.parts

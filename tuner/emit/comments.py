@@ -35,6 +35,7 @@ def comments(result: RunResult, file_name: str, run_dir: str) -> list[str]:
         f"vllm serve --config {file_name}",
         f"tuned {made.made_at[:10]} on {_on(trace)}",
         f"vLLM {vllm_version}, {device}, {_how(result, advice)}",
+        f"objective {result.objective}, {_slos(result)}",
     ]
     if result.state != "complete" and advice.why == UNFINISHED:
         lines.append(f"{result.state}: best so far, not raced against the current values")
@@ -67,10 +68,14 @@ def comments(result: RunResult, file_name: str, run_dir: str) -> list[str]:
 def _decided(result: RunResult, advice: Advice) -> str:
     """Return the gain by all that is known, empty where a row above tells it."""
     gain = advice.gain_text
-    if advice.gain_metric not in {row.metric for row in result.evidence}:
+    if result.decisive_row is None:
         return f"{DECIDED_BY}{gain}" if gain else ""
     is_of_more = advice.odds is not None and advice.odds.has_other_traffic
     return f"{EXPECTED}{gain}" if gain and is_of_more else ""
+
+
+def _slos(result: RunResult) -> str:
+    return f"SLOs: {', '.join(result.slos)}" if result.slos else "no SLO was given"
 
 
 def _on(trace: TraceRecord) -> str:

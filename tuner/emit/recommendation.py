@@ -303,10 +303,10 @@ def _gain(result: RunResult, advice: Advice) -> str:
         return f"none: keep what you have, {advice.why}"
     if not result.evidence:
         return "not compared with the current values"
-    row = min(result.evidence, key=lambda row: row.metric != advice.gain_metric)
-    if row.metric != advice.gain_metric and advice.gain_text:
+    row = result.decisive_row
+    if row is None and advice.gain_text:
         return advice.gain_text
-    return _gain_of(row.text)
+    return _gain_of((row or result.evidence[0]).text)
 
 
 def _gain_of(row: str) -> str:

@@ -112,7 +112,7 @@ class Segments:
         header = self._header()
         if self._room is not None:
             self._room.take(sum(map(len, lines)) + len(header))
-        if header != self._written_header:
+        if header != self._written_header or self._is_taken():
             self.close()
         piece: list[bytes] = []
         piece_size = 0
@@ -135,6 +135,16 @@ class Segments:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+    def _is_taken(self) -> bool:
+        """Whether somebody deleted the file, moved it to another disk or cut it short.
+
+        What is written would be lost, or have no header. One renamed is written on.
+        """
+        if self._fd is None:
+            return False
+        found = os.fstat(self._fd)
+        return not found.st_nlink or found.st_size < self._size
 
     def _is_full(self, more: int) -> bool:
         if self._fd is None or self._max_bytes is None:

@@ -74,7 +74,8 @@ def clients(run: RunFiles) -> Section | None:
         says.append(
             sentence(
                 f"no setting helps the {percent(advice.too_long)} of the requests that break "
-                "an SLO by length alone: cap their answers, or give them SLOs of their own"
+                "an SLO by length alone: make their prompts or answers shorter, or give them "
+                "SLOs of their own"
             )
         )
     bullets = tuple(line.strip() for line in lines)

@@ -33,6 +33,7 @@ from tuner.report.words import (
     score,
     sentence,
 )
+from tuner.run.options import Method
 from tuner.run.records import Advice
 from tuner.search.judging import TIE_LOSS
 from tuner.search.objective import Bounds, Objective, is_rate
@@ -55,7 +56,7 @@ def certainty(run: RunFiles) -> Section:
     says = [
         _probable(advice),
         _what_would_change(advice, run.current),
-        _what_would_help(advice, run.current),
+        _what_would_help(advice, run),
     ]
     return Section(
         "certainty",
@@ -153,7 +154,7 @@ def _what_a_rival_lacks(advice: Advice, rival: EngineLimits, current: EngineLimi
     )
 
 
-def _what_would_help(advice: Advice, current: EngineLimits) -> str:
+def _what_would_help(advice: Advice, run: RunFiles) -> str:
     """Say which measurement would make the answer most certain."""
     own = _standing_of(advice, advice.limits)
     if own is not None and own.loss is not None and own.loss <= TIE_LOSS:
@@ -162,27 +163,28 @@ def _what_would_help(advice: Advice, current: EngineLimits) -> str:
             f"{percent(own.loss)}"
         )
     here, elsewhere = _log_normal(advice.gain_here_interval), _log_normal(advice.gain_interval)
-    pair = [limits for limits in (current, _rival(advice, current)) if limits is not None]
-    names = listed([str(limits) for limits in pair])
     if here and elsewhere and elsewhere[1] > _MOSTLY_TRAFFIC * here[1]:
         return (
             "what would help most is a longer recording, for most of what is open is what "
             "other hours of the traffic bring"
         )
+    pair = dict.fromkeys((advice.limits, _rival(advice, run.current)))
+    names = listed([str(limits) for limits in pair])
     more = "replays of" if advice.rounds == 0 else "more rounds of"
+    how = "give --budget more"
+    if run.result.method in (Method.SHADOW, Method.CALIBRATED):
+        how = f"run without --method {run.result.method}"
     return (
         f"what would help most is {more} {names} on a live engine, for most of what is open is "
-        "its speed with the batches that they make: give --budget more"
+        f"its speed with the batches that they make: {how}"
     )
 
 
-def _rival(advice: Advice, current: EngineLimits) -> EngineLimits | None:
-    """Return who is the likeliest to be better than what is recommended."""
-    others = [s for s in advice.standings if s.limits not in (advice.limits, current)]
+def _rival(advice: Advice, current: EngineLimits) -> EngineLimits:
+    """Return who is the likeliest to be better than what is recommended, else the current."""
+    others = [s for s in advice.standings if s.limits != advice.limits]
     likely = max(others, key=lambda s: s.p_best or 0.0, default=None)
-    if advice.is_change and (likely is None or not likely.p_best):
-        return advice.limits
-    return None if likely is None else likely.limits
+    return current if likely is None or not likely.p_best else likely.limits
 
 
 def _log_normal(bounds: Bounds | None) -> tuple[float, float] | None:

@@ -17,6 +17,7 @@ from tuner.report.parts import (
     layout,
     number,
 )
+from tuner.report.points import Point
 from tuner.report.run_files import RunFiles, shadow_error
 from tuner.report.words import (
     NOTHING,
@@ -27,12 +28,13 @@ from tuner.report.words import (
     listed,
     metric_name,
     quantity,
-    score,
     sentence,
 )
 from tuner.run.evidence import MetricChange
+from tuner.run.result import RunResult
 from tuner.search.judging import TIE_LOSS
-from tuner.search.objective import is_rate
+from tuner.search.objective import is_rate, moved
+from tuner.search.trials import Phase
 
 _COLOURS = {"better": BETTER, "worse": WORSE}
 
@@ -45,7 +47,7 @@ def gain(run: RunFiles) -> Section:
         return Section("gain", title, (_nothing(run),))
     sentences = [
         f"{limits_words(run.shown)} beside the current {limits_words(run.current)}. "
-        f"{_how(rows, run.result.at_which_load)}",
+        f"{_how(rows, run.result)}",
         *_cold(run),
     ]
     meanings = [_meaning(row, shadow_error(run.result) or 0.0) for row in rows]
@@ -58,18 +60,20 @@ def gain(run: RunFiles) -> Section:
 def _nothing(run: RunFiles) -> str:
     if not run.result.feasible:
         return "Nothing is likely to meet the SLOs, so nothing is recommended that could gain."
-    if run.shown == run.current:
-        return "Nothing that was tried is better than the current configuration."
+    advice = run.result.recommendation
+    if advice is not None and run.shown == run.current:
+        return sentence(f"the current configuration is what is recommended: {advice.why}")
     return "The two were not replayed on the same requests, so there is no gain to show."
 
 
-def _how(rows: Sequence[MetricChange], at_which_load: str) -> str:
+def _how(rows: Sequence[MetricChange], result: RunResult) -> str:
     rounds = max(row.rounds for row in rows)
     text = "; 90% interval" if any(row.change_interval for row in rows) else ""
     if rounds == 0:
-        return f"Both were predicted by the shadow{at_which_load}{text}."
-    times = counted(rounds, "round")
-    return f"Both were replayed in turns on the same requests, {times}{text}."
+        return f"Both were predicted by the shadow{result.at_which_load}{text}."
+    trace, times = result.provenance.trace, counted(rounds, "round")
+    of = f" The answer goes by {trace.predicted}." if trace.is_predicted_of_more else ""
+    return f"Both were replayed in turns on the same requests, {times}{text}.{of}"
 
 
 def _meaning(row: MetricChange, wrong: float) -> str:
@@ -77,9 +81,9 @@ def _meaning(row: MetricChange, wrong: float) -> str:
 
     `wrong` is by how much a prediction without an interval may be off.
     """
-    moved = row.moved_ratio
+    ratio = row.moved_ratio
     if row.rounds == 0 and row.change_interval is None:
-        if abs(moved) <= wrong:
+        if abs(ratio) <= wrong:
             return "within the shadow's error"
     elif row.change_interval is None:
         return "too few rounds to tell"
@@ -91,7 +95,7 @@ def _meaning(row: MetricChange, wrong: float) -> str:
             return "equal"
         if low <= 0 <= high:
             return "within noise"
-    return "better" if (moved > 0) == is_rate(row.metric) else "worse"
+    return "better" if (ratio > 0) == is_rate(row.metric) else "worse"
 
 
 def _table(rows: Sequence[MetricChange], meanings: Sequence[str], caption: str) -> Table:
@@ -115,17 +119,17 @@ def _table(rows: Sequence[MetricChange], meanings: Sequence[str], caption: str) 
 def _plot(rows: Sequence[MetricChange], meanings: Sequence[str]) -> Plot:
     shown = rows[::-1]
     names = [metric_name(row.metric) for row in shown]
-    moved = [100 * row.moved_ratio for row in shown]
+    percents = [100 * row.moved_ratio for row in shown]
     trace: dict[str, Any] = {
         "type": "scatter",
         "mode": "markers",
-        "x": moved,
+        "x": percents,
         "y": names,
         "marker": {
             "size": 10,
             "color": [_COLOURS.get(meaning, INK) for meaning in meanings[::-1]],
         },
-        "error_x": _bars(shown, moved),
+        "error_x": _bars(shown, percents),
         "hovertemplate": "%{y}: %{x:+.1f}%<extra></extra>",
         "showlegend": False,
     }
@@ -152,10 +156,10 @@ def _text(rows: Sequence[MetricChange], meanings: Sequence[str]) -> str:
     return listed([f"{c} ({m})" for c, m in zip(changes, meanings, strict=True)])
 
 
-def _bars(rows: Sequence[MetricChange], moved: Sequence[float]) -> dict[str, Any]:
+def _bars(rows: Sequence[MetricChange], percents: Sequence[float]) -> dict[str, Any]:
     """Return error bars; an interval without an end shows none."""
     up, down = [], []
-    for row, centre in zip(rows, moved, strict=True):
+    for row, centre in zip(rows, percents, strict=True):
         low, high = row.change_interval or (None, None)
         is_closed = low is not None and high is not None
         up.append(100 * high - centre if is_closed and high is not None else 0)
@@ -169,11 +173,20 @@ def _cold(run: RunFiles) -> list[str]:
     cold = run.result.confirmed_cold
     if cold is None:
         return []
-    # A configuration that breaks an SLO is judged by how far it does.
-    metric, judged_by = cold.metric, cold.current_metric
-    ours, theirs = score(metric, cold.winner), score(judged_by, cold.current)
-    other = "" if judged_by == metric else f"{metric_name(judged_by)} "
+    tried = [t for t in run.result.trials if t.phase is Phase.COLD and t.measurement]
+    # What is optimised, whatever bound one of them breaks: the other is not judged by that.
+    metric = next((t.score.own_metric for t in tried), cold.metric)
+    ours, theirs = (
+        Point(
+            limits,
+            is_live=True,
+            measurements=tuple(t.measurement or {} for t in tried if t.limits == limits),
+        )
+        for limits in (run.shown, run.current)
+    )
+    by = "" if cold.ratio is None else f" ({change(moved(metric, cold.ratio - 1))})"
     return [
         f"On engines started cold with these values, as they would be deployed, "
-        f"{metric_name(metric)} was {ours}, with the current ones {other}{theirs}."
+        f"{metric_name(metric)} was {quantity(metric, ours.value(metric))}, with the current "
+        f"ones {quantity(metric, theirs.value(metric))}{by}."
     ]

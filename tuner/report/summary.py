@@ -131,7 +131,9 @@ def _broken(result: RunResult) -> list[str]:
     known = result.nearest
     found = [t for t in predictions(result.trials) if t.measurement] + whole
     own = [t for t in found if known is not None and t.limits == known.limits]
-    nearest = own[-1] if own else min(whole, key=lambda t: t.score.order)
+    # Where none has an end, who loses least.
+    lost = {t.number: (t.measurement or {}).get("lost_ratio", 0.0) for t in whole}
+    nearest = own[-1] if own else min(whole, key=lambda t: (t.score.order, lost[t.number]))
     says = [known.text] if known is not None and own else []
     says += goal.broken_in(nearest.measurement or {})
     return [f"nearest is {limits_words(nearest.limits)}: {'; '.join(says) or nearest.tier[2:]}"]

@@ -25,7 +25,15 @@ from tuner.report.points import Point, loads_words, ranked_points, shadow_points
 from tuner.report.run_files import RunFiles
 from tuner.report.words import counted, listed, metric_name, percent, quantity, seconds
 from tuner.search.ladder import climb_is_over, same_schedule
-from tuner.search.trials import Observation, Phase, Trial, leader, predictions, ranked
+from tuner.search.trials import (
+    TIE_RATIO,
+    Observation,
+    Phase,
+    Trial,
+    leader,
+    predictions,
+    ranked,
+)
 
 DECODE, USAGE = "decode_step_p50", "gpu_cache_usage_perc"
 
@@ -91,8 +99,10 @@ def stop_of(rungs: Sequence[Observation]) -> Stop:
     last = climbed[-1]
     if best is None or best is last:
         return Stop(last.limits.max_num_seqs, "it was the largest that was tried")
-    better = best.limits.max_num_seqs
-    return Stop(last.limits.max_num_seqs, f"it was the ladder's last, and {better} was better")
+    is_worse = last.score.clearly_worse_than(best.score, TIE_RATIO)
+    how = "better" if is_worse else f"as good within {TIE_RATIO:.0%}"
+    cap = best.limits.max_num_seqs
+    return Stop(last.limits.max_num_seqs, f"it was the ladder's last, and {cap} was {how}")
 
 
 def climb_of(rungs: Sequence[Observation]) -> list[Observation]:

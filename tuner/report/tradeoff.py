@@ -208,9 +208,11 @@ def _text(
         more = f" and {len(best) - _MAX_NAMES} more" if len(best) > _MAX_NAMES else ""
         sentences.append(f"On the {kind} frontier: {listed(named)}{more}.")
     ranked = with_values(ranked_points(result), latency)
+    how = "measured" if ranked and ranked[0].is_live else "predicted"
     for slo in slos:
         holding = sum(p.needed(latency) <= slo.bound_s for p in ranked)
         sentences.append(
-            f"{slo.name} of at most {seconds(slo.bound_s)} holds at {holding} of them."
+            f"{slo.name} of at most {seconds(slo.bound_s)} holds at {holding} of the "
+            f"{len(ranked)} that were {how}."
         )
     return " ".join(sentences)

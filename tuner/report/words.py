@@ -5,10 +5,11 @@ Milliseconds exist here alone; everywhere else latencies are in seconds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from tuner.engine.limits import EngineLimits
-from tuner.search.objective import WORST_SLACK, is_rate
+from tuner.search.objective import WORST_SLACK, is_rate, named
 from tuner.stats import significant
 
 NOTHING = "\N{EN DASH}"
@@ -35,10 +36,8 @@ def metric_name(metric: str) -> str:
     """
     if metric in _RATES:
         return _RATES[metric]
-    if metric == WORST_SLACK:
-        return "the share of its tightest SLO that is used"
     name, _, statistic = metric.rpartition("_")
-    return f"{_NAMES[name]} {statistic}" if name in _NAMES else metric
+    return f"{_NAMES[name]} {statistic}" if name in _NAMES else named(metric)
 
 
 def is_latency(metric: str) -> bool:
@@ -71,9 +70,13 @@ def quantity(metric: str, value: float | None) -> str:
 
     >>> quantity(WORST_SLACK, 324.0) == "324 \N{MULTIPLICATION SIGN} its SLO"
     True
+    >>> quantity("e2e_p99", math.inf)
+    'without end'
     """
     if value is None:
         return NOTHING
+    if math.isinf(value):
+        return "without end"
     if metric == WORST_SLACK:
         return f"{plain(value)} \N{MULTIPLICATION SIGN} its SLO"
     if metric == "capacity":

@@ -19,7 +19,13 @@ import numpy as np
 
 from tuner.engine.limits import EngineLimits
 from tuner.engine.steps import StepColumns
-from tuner.errors import EngineError, ShadowError, TooFewSamplesError, UsageError
+from tuner.errors import (
+    EngineError,
+    NoFeasibleConfigError,
+    ShadowError,
+    TooFewSamplesError,
+    UsageError,
+)
 from tuner.replay.loop import ReplayLog
 from tuner.replay.metrics import Measurement
 from tuner.replay.plan import CutRule, ReplayPlan
@@ -368,7 +374,10 @@ class Blocks:
         if not isinstance(predicted.outcomes[current], Measurement):
             return [], math.inf
         confidence = context.aim.confidence
-        found = contend(deployed, predicted, current, CONTENDERS, BLOCK_DRAWS, confidence)
+        try:
+            found = contend(deployed, predicted, current, CONTENDERS, BLOCK_DRAWS, confidence)
+        except NoFeasibleConfigError:
+            return [], math.inf  # what all of them break is told once they are predicted
         settings, widest = [*found.settings, current], space.ceiling.max_num_seqs
         if context.aim.objective is Objective.CAPACITY:
             return self._predicted(predictor, self._borne(deployed, settings)), found.loss

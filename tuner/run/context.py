@@ -191,6 +191,13 @@ class RunContext:
     def below(self, ceiling: EngineLimits) -> Self:
         """Return the context of an engine that starts at no more than a ceiling."""
         self.caveats.add(Caveat.CEILING_LOWERED)
+        self.caveat_texts[Caveat.CEILING_LOWERED] = (
+            f"the engine did not start at {self.space.ceiling}, so that nothing beyond "
+            f"{ceiling} was tried: with lower caps in --max-num-seqs it starts with less"
+        )
+        self.caveat_texts[Caveat.AT_SPACE_EDGE] = (
+            "the best value lies at the edge of what was searched"
+        )
         record = msgspec.structs.replace(self.record, ceiling=ceiling)
         return replace(self, space=self.space.below(ceiling), record=record)
 

@@ -85,11 +85,16 @@ class MetricChange:
 
 
 def metric_changes(
-    records: Sequence[Trial], winner: EngineLimits, current: EngineLimits, tail: str
+    records: Sequence[Trial],
+    winner: EngineLimits,
+    current: EngineLimits,
+    tail: str,
+    slos: Sequence[Slo] = (),
 ) -> list[MetricChange]:
     """Return the comparison of two configurations over the rounds that both raced.
 
-    Where nothing raced, what was predicted of them, in no round.
+    Where nothing raced, what was predicted of them, in no round. What SLOs bound is compared
+    too.
     """
     pairs: list[_Pair] = [*paired_records(records, winner, current)]
     is_raced = bool(pairs)
@@ -100,6 +105,7 @@ def metric_changes(
         (f"e2e_{tail}", "s"),
         ("e2e_p50", "s"),
         (f"ttft_{tail}", "s"),
+        *((slo.name, "s") for slo in slos),
         ("tpot_p50", "s"),
         ("decode_step_p50", "s"),
         ("requests_per_s", "/s"),

@@ -95,6 +95,8 @@ def make_outcome(
     current, trace = given.current.limits, given.provenance.trace
     is_part = trace.replayed_requests < trace.requests and not decision.is_predicted
     is_feasible = _is_feasible(decision, trials)
+    # What is deployed, or else whom the result calls nearest.
+    told = decision.winner if is_feasible else decision.best
     return RunResult(
         state=state,
         method=given.provenance.options["method"],
@@ -103,9 +105,9 @@ def make_outcome(
         slos=tuple(str(slo) for slo in goal.slos),
         recommendation=_advice(decision) if is_feasible else None,
         baseline=given.current,
-        evidence=_evidence(trials, decision, current, goal.tail),
-        limited_by=limited_by(trials, decision.winner, goal.slos, goal.tail, is_part=is_part),
-        load=load_text(trials, decision.shown, is_part=is_part),
+        evidence=_evidence(trials, decision, current, goal, is_part=trace.is_predicted_of_more),
+        limited_by=limited_by(trials, told, goal.slos, goal.tail, is_part=is_part),
+        load=load_text(trials, told, is_part=is_part),
         confirmed_cold=found.cold,
         capacity=found.capacity,
         provenance=given.provenance,
@@ -149,10 +151,18 @@ def _is_feasible(decision: RaceDecision, trials: Sequence[Trial]) -> bool:
 
 
 def _evidence(
-    trials: Sequence[Trial], decision: RaceDecision, current: EngineLimits, tail: str
+    trials: Sequence[Trial],
+    decision: RaceDecision,
+    current: EngineLimits,
+    goal: Scoring,
+    *,
+    is_part: bool,
 ) -> tuple[MetricChange, ...]:
-    """Return the changes, that of the metric that decides by all that is known of it."""
-    changes = metric_changes(trials, decision.shown, current, tail)
+    """Return the changes, that of the metric that decides by all that is known of it.
+
+    Where a part of what decided was replayed, its levels are not those of that gain.
+    """
+    changes = metric_changes(trials, decision.shown, current, goal.tail, goal.slos)
     gain = decision.gain_here or decision.gain
     if gain is None:
         return tuple(changes)
@@ -160,7 +170,7 @@ def _evidence(
     ratio, bounds = moved(metric, gain.value - 1), moved_bounds(metric, change_bounds(gain))
     return tuple(
         replace(row, change_ratio=ratio, change_interval=bounds)
-        if row.metric == metric
+        if row.metric == metric and not (row.rounds and is_part)
         else row
         for row in changes
     )

@@ -33,7 +33,7 @@ from tuner.run.time_plan import Observe, RacePlan, cold_cost_s, reserve_s
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.effects import Unexplained
 from tuner.search.judging import COST, SLO, TIE_LOSS
-from tuner.search.objective import Tier, moved, moved_bounds
+from tuner.search.objective import Tier, moved, moved_bounds, named
 from tuner.search.posterior import Draws
 from tuner.search.race import (
     MAX_ROUNDS,
@@ -391,7 +391,8 @@ def _so_far(draws: Draws, current: EngineLimits, confidence: float, number: int)
     low, high = moved_bounds(found.metric, bounds)
     interval = "" if low is None or high is None else f" ({low:+.1%} … {high:+.1%})"
     return (
-        f"after round {number}: {found.best} changes {found.metric} by {change:+.1%}{interval},"
+        f"after round {number}: {found.best} changes {named(found.metric)} by "
+        f"{change:+.1%}{interval},"
         f" {found.odds.text}"
     )
 

@@ -12,7 +12,14 @@ from typing import Any, Final, Self
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineInfo
 from tuner.replay.slo import LATENCIES
-from tuner.search.objective import Bounds, is_rate, moved, moved_bounds
+from tuner.search.objective import (
+    WORST_SLACK,
+    Bounds,
+    is_rate,
+    moved,
+    moved_bounds,
+    named,
+)
 from tuner.search.race import Odds, RaceVerdict, Standing
 
 MOST_MORE_S: Final = 3600.0
@@ -85,16 +92,17 @@ class Advice(LimitsRecord):
 
     @property
     def gain_text(self) -> str:
-        """By how much the latency or rate that decided changes; empty where neither did."""
+        """By how much the latency, rate or share of an SLO that decided changes, if one did."""
         metric = self.gain_metric
-        is_told = f"{metric.rpartition('_')[0]}_s" in LATENCIES or is_rate(metric)
+        is_latency = f"{metric.rpartition('_')[0]}_s" in LATENCIES
+        is_told = is_latency or is_rate(metric) or metric == WORST_SLACK
         if self.gain_ratio is None or self.odds is None or not is_told:
             return ""
         low, high = moved_bounds(metric, self.gain_interval or (None, None))
         known = low is not None and high is not None
         within = f"90% interval {low:+.1%} … {high:+.1%} over " if known else "over "
         change = f"{moved(metric, self.gain_ratio):+.1%}"
-        return f"{metric}: {change} ({within}{self.odds.basis})"
+        return f"{named(metric)}: {change} ({within}{self.odds.basis})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,7 +310,7 @@ class StartFinding(LimitsRecord):
         """Return it as a line."""
         by = "it fails"
         if self.ratio is not None:
-            by = f"{self.metric} {moved(self.metric, self.ratio - 1):+.1%}"
+            by = f"{named(self.metric)} {moved(self.metric, self.ratio - 1):+.1%}"
         state = f", {self.state}" if self.state else ""
         against = f"starting point {self.name} ({self.limits}) against this"
         return f"{against}, predicted: {by}{state}"

@@ -119,6 +119,17 @@ class RunResult:
         return not self.evidence or any(row.rounds for row in self.evidence)
 
     @property
+    def decisive_row(self) -> MetricChange | None:
+        """The row of the evidence that tells what decided, None where none does.
+
+        Not one of a stretch that raced, where all of the trace was predicted and decided.
+        """
+        advice, is_part = self.recommendation, self.provenance.trace.is_predicted_of_more
+        metric = "" if advice is None else advice.gain_metric
+        mine = (row for row in self.evidence if row.metric == metric)
+        return next((row for row in mine if not (row.rounds and is_part)), None)
+
+    @property
     def at_which_load(self) -> str:
         """At which load levels stand beside each other, empty for the one that was replayed."""
         advice = self.recommendation
@@ -132,7 +143,9 @@ class RunResult:
         advice = self.recommendation
         if advice is None or not advice.rounds:
             return "predicted, not raced"
-        rounds = f"{advice.rounds} round{'' if advice.rounds == 1 else 's'}"
+        # Rounds of others are none of the pair that is shown.
+        own = max((row.rounds for row in self.evidence), default=0) or advice.rounds
+        rounds = f"{own} round{'' if own == 1 else 's'}"
         if self.is_raced:
             return f"{rounds} in turns"
         trace = self.provenance.trace

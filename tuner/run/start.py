@@ -333,7 +333,7 @@ class Start:
 
 def _first_caveats(prepared: PreparedRun, aim: Aim, facts: EngineFacts) -> set[Caveat]:
     """Return what is doubtful before anything is replayed."""
-    found = {Caveat.UNIFORM_TRACE, Caveat.QUANTISED_CLOCK} & prepared.traffic.caveats
+    found = set(prepared.traffic.caveats - {Caveat.LOW_DEMAND})
     found |= doubts(facts, aim.plan, prepared.traffic.trace.output_tokens)
     if prepared.engine.is_demo and prepared.options.method is not Method.SHADOW:
         found.add(Caveat.DEMO_MODEL)

@@ -9,6 +9,7 @@ engine runs in a process of its own, which imports the script anew.
 
 from __future__ import annotations
 
+import math
 import platform
 import time
 from collections import Counter
@@ -230,8 +231,9 @@ class _Run:
         scoring = Scoring(context.aim.objective, context.aim.slos, "p50")
         said = [] if known is None else [known.text]
         said += scoring.broken_in(own[-1].measurement or {}) if own else []
-        alone = self._alone(nearest)
+        alone, borne = self._alone(nearest), self._session.findings().capacity
         said += [] if alone is None else [alone.text]
+        said += [] if borne is None or alone else [f"capacity at the SLOs: {borne.text}"]
         hint = "relax an SLO, lower --load, or add replicas" if alone is None else alone.hint
         if known is not None and known.p_slo >= MAYBE_MEETS:
             is_shadow = self._prepared.options.method is Method.SHADOW
@@ -259,7 +261,8 @@ class _Run:
         """Say why nothing was answered anywhere: who lost least, or what mostly went wrong."""
         records = decisive(self._context.journal.records())
         best = leader([t.observation for t in records])
-        if best is not None and best.score.tier is Tier.BREAKS_SLO:
+        is_known = best is not None and math.isfinite(best.score.value)
+        if best is not None and best.score.tier is Tier.BREAKS_SLO and is_known:
             return self._nothing_feasible(self._so_far())
         trials = f"all trials are in {self._context.run_dir.path}"
         lost = [(t.measurement["lost_ratio"], t) for t in records if t.measurement]

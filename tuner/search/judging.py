@@ -107,10 +107,13 @@ def why_of(odds: Odds, confidence: float, *, is_same: bool) -> str:
 
 
 def _bounds(odds: Odds) -> str:
-    """Say which bounds are judged, as what a setting does."""
-    if odds.p_slo is None:
-        return "sustains the load"
-    return "meets the SLOs" if odds.p_sustained is None else "keeps the SLOs and the load"
+    """Say which bounds a setting surely keeps, as what it does."""
+    slos, load = (
+        p is not None and p >= odds.confidence for p in (odds.p_slo, odds.p_sustained)
+    )
+    if slos and load:
+        return "keeps the SLOs and the load"
+    return "meets the SLOs" if slos else "sustains the load"
 
 
 def ratio_of(pair: Floats) -> Estimate | None:

@@ -292,9 +292,7 @@ def by_anchor(
         found.ratio,
         f"{anchor} is {shown(found.ratio)} times the {found.predicted_s * 1e3:.2f} ms",
     )
-    own = profile.metric_error_ratio or math.inf
-    # What the point moves by more than the profile's own error was wrong by more than that.
-    wrong = min(own, WRONG_RATIO) if abs(math.log(found.ratio)) <= own else WRONG_RATIO
+    wrong = _wrong_at_a_point(profile, abs(math.log(found.ratio)))
 
     # The point does not tell the host from the device: it is met whichever is the slower one.
     def slower(model: StepModel) -> StepModel:
@@ -302,6 +300,17 @@ def by_anchor(
 
     now = corrected(profile, slower, str(anchor), wrong, _narrowed(profile), found.ratio)
     return now, found
+
+
+def _wrong_at_a_point(profile: Profile, moved: float) -> float:
+    """Return how wrong a profile is taken to be once a point has moved it by a logarithm."""
+    own = profile.metric_error_ratio
+    if own is None or moved > own:
+        # What the point moves by more than the profile's own error was wrong by more than that.
+        return WRONG_RATIO
+    # Of an error that was measured the point explains as much as it moves.
+    left = 0.0 if profile.origin else own - moved
+    return max(min(own, WRONG_RATIO), left)
 
 
 def check_near(profile: Profile, ratio: float, what: str) -> None:

@@ -169,7 +169,8 @@ def _durations(steps: RecordedSteps, *, went_on: Bools) -> Floats:
 class _Spans:
     """Between which steps each request ran: scheduled, first token, last token.
 
-    `is_whole` marks those that ended with a recorded step.
+    `is_whole` marks those that ended with a recorded step, or whose client left after a first
+    token that came with one.
 
     Shapes: all [requests]; `tokens_per_step` is 1 for who was never set aside.
     """
@@ -185,17 +186,15 @@ class _Spans:
 
     @classmethod
     def of(cls, steps: RecordedSteps, requests: RecordedRequests) -> Self:
-        ended_s, n = steps.ended_s, len(steps)
-        last = np.clip(np.searchsorted(ended_s, requests.ends_s + 2e-5, "right") - 1, 0, n - 1)
-        is_whole = np.abs(ended_s[last] - requests.ends_s) < 1e-4
+        ended_s, n, first_s = steps.ended_s, len(steps), requests.first_s
         # Each step in which anything decodes brings out a token of all who do.
         counted = np.concatenate([[0], np.cumsum(steps.generating > 0)])
+        last, is_whole = _last_steps(ended_s, counted, requests)
         wanted = counted[last + 1] - (requests.output_tokens - 1)
         # The step after a first token decodes.
         by_count = np.searchsorted(counted, np.maximum(wanted, 0), "right") - 2
         single = requests.output_tokens == 1
         by_count = np.where(single, last, by_count)
-        first_s = requests.ends_s - np.nan_to_num(requests.decode_s)
         by_time = np.clip(np.searchsorted(ended_s, first_s - LATE_S / 2), 0, n - 1)
         by_count = np.clip(by_count, 0, n - 1)
         known_s = steps.interval_s[np.isfinite(steps.interval_s)]
@@ -304,6 +303,32 @@ class _Spans:
         if not ending or any(self.begin[row] < step for row in ending):
             return None
         return {row: int(left[row]) for row in ending}
+
+
+def _last_steps(
+    ended_s: Floats, counted: Ints, requests: RecordedRequests
+) -> tuple[Ints, Bools]:
+    """Return the step with each request's last token, and whether it is a recorded one.
+
+    Who was left has its last token so many decoding steps after its first, and none once its
+    client had gone.
+
+    Shapes: ended_s is [steps], counted [steps + 1].
+    """
+    last, is_whole = _steps_at(ended_s, requests.ends_s)
+    first, has_begun = _steps_at(ended_s, requests.first_s)
+    by_count = counted[first + 1] + requests.output_tokens - 1
+    cut = np.maximum(np.searchsorted(counted, by_count) - 1, first)
+    return (
+        np.where(requests.is_cut, np.minimum(cut, last), last),
+        np.where(requests.is_cut, has_begun, is_whole),
+    )
+
+
+def _steps_at(ended_s: Floats, instants_s: Floats) -> tuple[Ints, Bools]:
+    """Return the last step up to each instant, and whether it ended then."""
+    found = np.clip(np.searchsorted(ended_s, instants_s + 2e-5, "right") - 1, 0, None)
+    return found, np.abs(ended_s[found] - instants_s) < 1e-4
 
 
 def _dealt(

@@ -25,7 +25,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import EngineShape
 from tuner.errors import ShadowError, UsageError
 from tuner.files import UNREADABLE
-from tuner.stats import Floats, Ints
+from tuner.stats import Bools, Floats, Ints
 from tuner.traffic.formats.sources import expand, plain_file, plain_name
 
 STEPS_VERSION: Final = 2
@@ -95,6 +95,7 @@ class _Row(msgspec.Struct, frozen=True):
     input_length: int
     output_length: int
     e2e_s: float | None = None
+    ttft_s: float | None = None
     cached_tokens: int | None = None
     prefill_s: float | None = None
     decode_s: float | None = None
@@ -103,6 +104,18 @@ class _Row(msgspec.Struct, frozen=True):
     def ends_s(self) -> float:
         """When it ended, of one whose time is known."""
         return self.arrived_at_s + (self.e2e_s or 0.0)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether its client left it: of these the engine tells no time of its own."""
+        return self.decode_s is None and self.ttft_s is not None
+
+    @property
+    def first_s(self) -> float:
+        """When its first token came, of one whose time is known."""
+        if self.decode_s is None and self.ttft_s is not None:
+            return self.arrived_at_s + self.ttft_s
+        return self.ends_s - (self.decode_s or 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +200,9 @@ def _parts_of(recording: Path, suffix: str) -> list[Path]:
 
 
 def read_steps(paths: Iterable[Path]) -> list[RecordedSteps]:
-    """Return the steps of each server that the files name, in the files' order.
+    """Return the steps of each server that the files name, the one that served last as last.
+
+    The names of the files tell no order: prod.1.steps follows prod.steps, or another before it.
 
     A last line that a killed server left half written is left out, and so is a file in which it
     wrote nothing.
@@ -209,9 +224,10 @@ def read_steps(paths: Iterable[Path]) -> list[RecordedSteps]:
     found = [(server, blocks) for server, blocks in by_server.values() if blocks]
     if not found:
         raise UsageError("no step was recorded before the server ended", HOW)
-    return [
+    each = [
         RecordedSteps.of(server, np.concatenate(blocks, axis=1)) for server, blocks in found
     ]
+    return sorted(each, key=lambda steps: float(steps.ended_s[-1]))
 
 
 _Span = tuple[Path, float, float]
@@ -231,7 +247,8 @@ def _check_one_engine(what: str, spans: Iterable[_Span]) -> None:
             raise UsageError(
                 f"the {what} of {before[0]} and {path} are of several engines, or API "
                 f"servers of one: both were recorded over the same {overlap_s:.0f} s",
-                "name the files of one engine with one API server, each other in its own run",
+                "name the files of one engine, its steps with --steps; of several API servers "
+                "each saw a part of every batch: record with --api-server-count 1",
             )
         if before is None or end_s > before[2]:
             before = span
@@ -302,15 +319,19 @@ def _unpacked(path: Path, number: int, line: bytes) -> Ints:
 class RecordedRequests:
     """What is used of the requests beside the steps, in the order of their ends.
 
+    `is_cut` marks those whose clients left, which end between two steps; the others end with
+    one. Each has its first token with one.
+
     Shapes: all [requests].
-    Units: ends_s in seconds since 1970; decode_s and prefill_s in seconds, nan where unknown.
+    Units: ends_s and first_s in seconds since 1970; prefill_s in seconds, nan where unknown.
     """
 
     ends_s: Floats
+    first_s: Floats
+    is_cut: Bools
     prompt_tokens: Ints
     output_tokens: Ints
     cached_tokens: Ints
-    decode_s: Floats
     prefill_s: Floats
 
     @classmethod
@@ -331,17 +352,15 @@ class RecordedRequests:
         _check_one_engine("requests", spans)
         begun.sort(key=lambda row: row.ends_s)
 
-        def times(name: str) -> Floats:
-            known = [getattr(row, name) for row in begun]
-            return np.array([np.nan if value is None else value for value in known])
-
+        prefills_s = [row.prefill_s for row in begun]
         return cls(
-            np.array([row.arrived_at_s for row in begun]) + times("e2e_s"),
-            np.array([row.input_length for row in begun]),
-            np.array([row.output_length for row in begun]),
-            np.array([row.cached_tokens or 0 for row in begun]),
-            times("decode_s"),
-            times("prefill_s"),
+            ends_s=np.array([row.ends_s for row in begun]),
+            first_s=np.array([row.first_s for row in begun]),
+            is_cut=np.array([row.is_cut for row in begun]),
+            prompt_tokens=np.array([row.input_length for row in begun]),
+            output_tokens=np.array([row.output_length for row in begun]),
+            cached_tokens=np.array([row.cached_tokens or 0 for row in begun]),
+            prefill_s=np.array([np.nan if one is None else one for one in prefills_s]),
         )
 
     def __len__(self) -> int:

@@ -22,6 +22,9 @@ from tuner.traffic.traces import Trace, Turns, rows_of
 # Copies lie this far from each other, or evenly in a trace too short for it: ours, longer than
 # bursts and answers last, and short against the hours over which traffic changes.
 SHIFT_S = 60.0
+# Copies of what are copies already lie so much nearer, or some would meet: the golden section,
+# multiples of which come near no whole number.
+SECTION = (5**0.5 - 1) / 2
 # Sessions are taken out in the order of one shuffle, so that a larger load holds a smaller one.
 SEED = 0
 # As many may go on from one prompt as one session: ours, an answer asked for anew, or another
@@ -341,23 +344,28 @@ def _shifted(trace: Trace, rows: Ints, place: int, copies: int) -> Floats:
     """
     if trace.concurrency is not None:
         n, period_s = len(trace), _period_s(trace.due_s)
-        later = round(n * min(SHIFT_S / period_s, 1 / copies)) if period_s > 0 else 0
+        later = round(n * _apart_s(trace, period_s, copies) / period_s) if period_s > 0 else 0
         places = (rows + place * (later + 1 / copies)) % n
         due_s: Floats = np.interp(places, np.arange(n), trace.due_s)
         return due_s
     before_s, due_s = np.split(trace.due_s, [trace.led_in])
-    sides = [_went_round(before_s, place, copies, trace.lead_in_s)] if trace.led_in else []
+    sides = [(before_s, trace.lead_in_s)] if trace.led_in else []
     if trace.measured:
-        sides.append(_went_round(due_s, place, copies, math.inf))
-    shifted: Floats = np.concatenate(sides)[rows]
-    return shifted
+        sides.append((due_s, math.inf))
+    shifted = [_went_round(trace, side_s, place, copies, end_s) for side_s, end_s in sides]
+    return np.concatenate(shifted)[rows]
 
 
-def _went_round(due_s: Floats, place: int, copies: int, end_s: float) -> Floats:
-    """Return due times of a copy, later by its place, and all before an end."""
+def _apart_s(trace: Trace, period_s: float, copies: int) -> float:
+    """Return how far from each other so many copies of a trace lie."""
+    return min(SHIFT_S, period_s / copies) * (SECTION if trace.load > 1 else 1.0)
+
+
+def _went_round(trace: Trace, due_s: Floats, place: int, copies: int, end_s: float) -> Floats:
+    """Return due times of a copy of a trace, later by its place, and all before an end."""
     first_s = float(due_s[0])
     period_s = min(_period_s(due_s), end_s - first_s)
-    shift_s = place * min(SHIFT_S, period_s / copies)
+    shift_s = place * _apart_s(trace, period_s, copies)
     if period_s <= 0 or shift_s <= 0:
         return due_s
     shifted = first_s + (due_s - first_s + shift_s) % period_s
@@ -432,7 +440,9 @@ class _Copies:
         taken = hashes.take(rows)
         own = HashIds(hashes.offsets, self.is_private, hashes.block_size).take(rows)
         copy = np.repeat(number, taken.counts).astype(np.uint64)
-        fresh = mixed(taken.ids.astype(np.uint64) + copy * GOLDEN) >> np.uint64(1)
+        # By all ids too, so that a copy of copies has nothing that one of them has alone.
+        salt = mixed(hashes.ids.astype(np.uint64).sum(keepdims=True))
+        fresh = mixed(taken.ids.astype(np.uint64) + copy * GOLDEN + salt) >> np.uint64(1)
         ids = np.where((own.ids == 1) & (copy > 0), fresh.astype(np.int64), taken.ids)
         return HashIds(taken.offsets, ids, hashes.block_size)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import stat
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,15 @@ def test_a_verdict_that_stays_becomes_a_file_with_its_reasons(tmp_path: Path) ->
         assert world.script.tuned_for[:-1] == [None] * 5
         assert before is not None
         assert before.sha256 == TRAFFIC.sha256
+
+
+def test_a_configuration_that_has_no_goodput_at_all_is_left(tmp_path: Path) -> None:
+    """How much more another has is no share of nothing."""
+    (tmp_path / "best.yaml").write_text(SERVED)
+    with a_world(tmp_path) as world:
+        assert world.lasts(replace(pays(), gain=None)) == [Act.CONFIRM, Act.CHANGE]
+        assert read_emitted(world.path).limits == EIGHT
+        assert "re-tune pays without end at 8/2048" in world.words
 
 
 def seen_since(start_s: float, end_s: float = math.inf) -> Callable[[float, float], Checked]:

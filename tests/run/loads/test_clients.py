@@ -82,15 +82,16 @@ def test_requests_that_all_come_at_once_are_tuned_for_without_advice_for_clients
     assert "connection pool 3," in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("slo", [(), ("--slo", "ttft_p90=1s")])
 def test_where_no_request_is_answered_in_time_it_is_said_how_many_are_lost(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    slo: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_profile(tmp_path / "p.yaml", a_profile())
     a_trace_file(tmp_path / "t.jsonl", 60, per_s=1.0)
     words = ["--profile", str(tmp_path / "p.yaml"), "--force-profile", "--method", "shadow"]
     words += ["--trace", str(tmp_path / "t.jsonl"), "--run-dir", str(tmp_path / "run")]
     words += ["-o", str(tmp_path / "best.yaml"), "--request-timeout", "1ms"]
-    assert run(words) == 3
+    assert run([*words, *slo]) == 3
     said = " ".join(capsys.readouterr().err.split())
     assert "no configuration answers its requests; " in said
     assert "loses least, 100% of them" in said
@@ -99,13 +100,30 @@ def test_where_no_request_is_answered_in_time_it_is_said_how_many_are_lost(
     assert kept["state"] == "failed"
 
 
+def test_where_nothing_meets_the_slos_it_is_said_at_which_load_they_would_hold(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_profile(tmp_path / "p.yaml", a_profile())
+    a_trace_file(tmp_path / "t.jsonl", 300, per_s=16.0)
+    words = ["--profile", str(tmp_path / "p.yaml"), "--force-profile", "--method", "shadow"]
+    words += ["--trace", str(tmp_path / "t.jsonl"), "--run-dir", str(tmp_path / "run")]
+    assert run([*words, "--slo", "e2e_p90=3s", "--load", "40"]) == 3
+    said = " ".join(capsys.readouterr().err.split())
+    assert "lower --load" in said
+    kept = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert kept["capacity"]["winner"] < 40
+    assert f"capacity at the SLOs: {kept['capacity']['text']}" in said
+
+
 def test_some_answers_break_an_slo_by_their_length_alone() -> None:
     lengths = np.where(np.arange(N) % 10 == 0, 20, 5).tolist()
     found = advice_for(a_trace((np.arange(N) * 5.0).tolist(), 10, lengths), "e2e_p50=1.5s")
     assert found.too_long == pytest.approx(0.1)
     at_none = advice_for(a_trace((np.arange(N) * 5.0).tolist(), 10, 5), "e2e_p50=0.1s")
     assert (at_none.too_long, at_none.retries, at_none.most_in_flight) == (1.0, None, None)
-    assert "no retries" in "\n".join(at_none.lines())
+    assert "no retries: the SLOs hold at no load, or" in "\n".join(at_none.lines())
+    without = advice_for(a_trace((np.arange(N) * 5.0).tolist(), 10, 5))
+    assert "no retries: without an SLO" in "\n".join(without.lines())
 
 
 def test_a_number_that_is_kept_in_flight_tells_no_capacity(

@@ -11,9 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.recorder_parts import NOW_S, Reported, asked, finished, recording
+from support.shadow_files import a_profile, a_trace_file
 from tuner.cli import run
 from tuner.errors import Caveat
 from tuner.recorder.messages import Left, Unfinished
+from tuner.run.result import read_result
+from tuner.shadow.profiles import write_profile
 from tuner.traffic.describe import describe
 from tuner.traffic.formats import ReadOptions, read_trace
 from tuner.traffic.formats.columns import drawn_lengths
@@ -109,6 +112,21 @@ def test_a_converted_recording_still_says_that_lengths_were_drawn(prod: Path) ->
     assert again.output_tokens.tolist() == [300] * 12
     assert Caveat.ANSWERS_CUT in caveats(again)
     assert "clients left; the rest of their" in "\n".join(describe(again).lines())
+
+
+def test_what_is_doubtful_of_a_trace_is_a_caveat_of_the_run_on_it(tmp_path: Path) -> None:
+    profile, path = tmp_path / "profile.yaml", tmp_path / "prod.jsonl"
+    write_profile(profile, a_profile())
+    rows = [json.loads(row) for row in a_trace_file(path, 200, per_s=16.0).open()]
+    header = {"trace_header": {"version": 1, "sampled_from": "Prometheus"}}
+    rows = [header, *({**row, "status": "abort"} for row in rows[::9]), *rows]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["--method", "shadow", "--profile", str(profile), "--force-profile"]
+    words += ["--run-dir", str(tmp_path / "run"), "-o", str(tmp_path / "best.yaml")]
+    assert run([*words, "--trace", str(path)]) == 0
+    found = {caveat.id for caveat in read_result(tmp_path / "run").caveats}
+    assert {Caveat.ANSWERS_CUT, Caveat.SAMPLED_TRACE} <= found
+    assert "# caveat: the trace was sampled" in (tmp_path / "best.yaml").read_text()
 
 
 def test_a_few_are_reported_without_a_caveat_and_none_is_not_reported(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ pass in a test at once. A round that fails leaves everything as it was, is repor
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -143,7 +144,7 @@ class Watcher:
         act, memory = self._decided(result)
         self._note(result, act, memory)
         proposal = _proposal(result.checked)
-        gain = "" if proposal is None else f" {proposal.gain_ratio:.1%} at {proposal.limits}"
+        gain = "" if proposal is None else f" {_gain_text(proposal)} at {proposal.limits}"
         self.notify(f"{result.checked.verdict}{gain}: {result.checked.why}; {act}")
         if act is Act.CONFIRM:
             act, result = self._confirmed(result, current, tuned_for)
@@ -251,8 +252,19 @@ class Watcher:
 
 
 def _proposal(checked: Checked) -> ChangeProposal | None:
-    """Return what the check proposes, None unless a re-tune pays."""
-    if checked.verdict is not DriftVerdict.PAYS or checked.best is None or checked.gain is None:
+    """Return what the check proposes, None unless a re-tune pays.
+
+    Of a current configuration that has nothing of what is optimised, as no goodput, no gain is
+    a share.
+    """
+    if checked.verdict is not DriftVerdict.PAYS or checked.best is None:
         return None
     gain = checked.gain
+    if gain is None:
+        return ChangeProposal(checked.best, math.inf, against=checked.current)
     return ChangeProposal(checked.best, gain.value, gain.meets_more, checked.current)
+
+
+def _gain_text(proposal: ChangeProposal) -> str:
+    ratio = proposal.gain_ratio
+    return f"{ratio:.1%}" if math.isfinite(ratio) else "without end"

@@ -80,7 +80,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class ChangeProposal:
-    """A re-tune that pays: what to change to, from what, and what that gains.
+    """A re-tune that pays: what to change to, from what, and what that gains, perhaps inf.
 
     `meets_more`: it meets a demand that the current configuration does not; then no gain is too
     small.

@@ -45,7 +45,8 @@ class Text:
 class Reason:
     """Why the limits change: on which traffic, against what, for which gain.
 
-    `gain` and `why` are sentences; `evidence` is where the watch keeps its state.
+    `gain` and `why` are sentences, `gain` empty where it has no end; `evidence` is where the
+    watch keeps its state.
     """
 
     trace: Trace
@@ -152,7 +153,7 @@ class Publisher:
             f"of {made}, not measured",
             f"against the current max-num-seqs {current.max_num_seqs}, "
             f"max-num-batched-tokens {current.max_num_batched_tokens}:",
-            f"  {reason.gain}",
+            *([f"  {reason.gain}"] if reason.gain else []),
             f"why: {reason.why}",
             f"evidence: {reason.evidence}",
         ]
@@ -168,7 +169,7 @@ class Publisher:
             "device": self.profile.shape.device,
             "limits": spelled(limits),
             "against": spelled(reason.current),
-            "gain": reason.gain,
+            **({"gain": reason.gain} if reason.gain else {}),
             "tuner-version": own_version(),
         }
 

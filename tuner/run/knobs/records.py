@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any, Final
 
 from tuner.engine.limits import EngineLimits
-from tuner.search.objective import Bounds, moved, moved_bounds
+from tuner.search.objective import Bounds, moved, moved_bounds, named
 
 # A knob that gains less is left alone: ours, since each is one more thing to look after.
 MIN_GAIN: Final = 0.02
@@ -130,4 +130,4 @@ def gain_text(
     within = ""
     if low is not None and high is not None:
         within = f", interval {low:+.1%} … {high:+.1%}"
-    return f"{metric} {moved(metric, ratio):+.1%}{within}, P(better) {p_better:.2f}"
+    return f"{named(metric)} {moved(metric, ratio):+.1%}{within}, P(better) {p_better:.2f}"

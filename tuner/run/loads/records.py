@@ -79,10 +79,7 @@ class ClientAdvice:
             yield f"  semaphore {self.most_in_flight}: more in flight break the SLOs"
         yield f"  time-out {short(self.timeout_s)} s, {PATIENCE:g} times the p99 of E2E latency"
         if self.retries is None:
-            yield (
-                "  no retries: the SLOs hold at no load, there are none, or a number is kept "
-                "in flight at every load"
-            )
+            yield f"  no retries: {self._unknown}"
         else:
             yield f"  retry budget {self.retries:.0%} of the requests until capacity is reached"
         if self.too_long is not None:
@@ -91,6 +88,13 @@ class ClientAdvice:
             yield "  prompts: no hash ids, so nothing tells what they share"
             return
         yield from _prompt_lines(self.sharing)
+
+    @property
+    def _unknown(self) -> str:
+        """Why it is not known how many may be sent once more."""
+        if self.too_long is None:
+            return "without an SLO nothing says how many the server bears"
+        return "the SLOs hold at no load, or a number is kept in flight at every load"
 
 
 def _prompt_lines(sharing: Sharing) -> Iterator[str]:

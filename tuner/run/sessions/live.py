@@ -220,7 +220,7 @@ class Session:
                 self.context.listener.note("no knob is turned: nothing could be predicted")
             return
         known = foretold.more([decision.winner])
-        self.found.starting_points = compare_starting_points(known, decision)
+        self.found.starting_points = compare_starting_points(self.context, known, decision)
         self.found.clients = advise_clients(self.context, known, decision.winner)
         advice = advise_on_knobs(self.context, known, decision)
         if advice is not None and self.search.plan is not None:

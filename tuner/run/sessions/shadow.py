@@ -129,12 +129,12 @@ def _leaves_blocks(predictor: Predictor, limits: EngineLimits) -> bool:
 
 
 def compare_starting_points(
-    known: Foretold, decision: RaceDecision
+    context: RunContext, known: Foretold, decision: RaceDecision
 ) -> tuple[StartFinding, ...]:
     """Predict how far each starting point is from the answer, with this engine's memory.
 
-    Nothing where vLLM's own scheduler is asked, which takes too long, and of those that would
-    leave no KV cache.
+    Nothing where vLLM's own scheduler is asked, which takes too long, of those that would
+    leave no KV cache, and of those above a ceiling that the engine did not start beyond.
 
     Raises: ShadowError, UsageError.
     """
@@ -142,6 +142,8 @@ def compare_starting_points(
         return ()
     own_start = known.predictor.as_deployed()
     possible = [limits for limits in _starting_limits() if _leaves_blocks(own_start, limits)]
+    if Caveat.CEILING_LOWERED in context.caveats:
+        possible = [x for x in possible if x.within(context.space.ceiling)]
     asked = [*possible, decision.winner]
     own = known.more(asked).predictions
     scores = {limits: scored(own.workload, own.outcomes[limits]) for limits in asked}
@@ -242,7 +244,7 @@ class ShadowSession:
         context.listener.note(predicted_text(context, known.predictions))
         current = context.space.current
         self.decision = decision = decide_predicted(context, known)
-        self.found.starting_points = compare_starting_points(known, decision)
+        self.found.starting_points = compare_starting_points(context, known, decision)
         self.found.knobs = advise_on_knobs(context, known, decision)
         if workload.slos and workload.plan.bears_loads:
             with context.stopwatch.stage("capacity"):
