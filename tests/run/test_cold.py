@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from support.odd_toys import FragileSource
+from support.odd_toys import FragileSource, LoggedSource
 from support.race_parts import BETTER, CROWDED_TOY, CURRENT, TRACE, WORSE, known_ratio
 from support.run_parts import ToyRun, a_run, a_space
-from support.toy import ToyEngine, ToySource
 from support.toy_tune import CROWDED
 from support.traffic import replay_toy
 from tuner.engine.limits import EngineLimits
-from tuner.errors import Caveat, EngineError
+from tuner.errors import Caveat
 from tuner.replay.metrics import measure
 from tuner.replay.slo import Slo
 from tuner.run.cold import (
@@ -316,27 +313,9 @@ def test_a_winner_that_fails_cold_is_no_better_for_the_current_one_failing_too(
     assert run.context.caveats == {Caveat.NOT_CONFIRMED_COLD}
 
 
-@dataclass(frozen=True, slots=True)
-class LoggedSource(ToySource):
-    """A toy that writes down each start at the limits, and may refuse the first of them."""
-
-    log: str = ""
-    refuses: int = 0
-
-    def start(self, values: Mapping[str, object], ceiling: EngineLimits) -> ToyEngine:
-        """Start a toy, unless it is to be refused. Raises: EngineError."""
-        with Path(self.log).open("a") as log:
-            log.write(f"{ceiling} {os.getpid()}\n")
-        tries = [
-            line for line in Path(self.log).read_text().splitlines() if f"{BETTER} " in line
-        ]
-        if ceiling == BETTER and len(tries) <= self.refuses:
-            raise EngineError("the device has 1 of 80 GiB free")
-        return ToySource.start(self, values, ceiling)
-
-
 def logged(folder: Path, refuses: int = 0) -> LoggedSource:
-    return LoggedSource(CROWDED, log=str(folder / "starts"), refuses=refuses)
+    log = str(folder / "starts")
+    return LoggedSource(CROWDED, log=log, refused=BETTER, refuses=refuses)
 
 
 @pytest.mark.slow

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from support.odd_toys import KnobSource
 from support.run_parts import a_run
 from support.shadow_files import a_profile
-from support.toy import ToyEngine, ToySource
+from support.toy import ToySource
 from support.traffic import steady
 from tuner.cli import run
 from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import EngineShape
-from tuner.errors import EngineError, UsageError
+from tuner.errors import UsageError
 from tuner.replay.metrics import Measurement
 from tuner.replay.plan import ReplayPlan
 from tuner.run.context import Workload
@@ -282,28 +282,6 @@ def test_explain_shows_vllms_own_help_of_one(capfd: pytest.CaptureFixture[str]) 
     assert run(["explain", "long-prefill"]) == 0
     told = " ".join(capfd.readouterr().out.split())
     assert "a request is considered long if the prompt is longer than this number" in told
-
-
-@dataclass(frozen=True, slots=True)
-class KnobSource(ToySource):
-    """A toy whose steps take so many times as long with prefix caching, and that may not start.
-
-    Which values an engine is started with is written down.
-    """
-
-    log: str = ""
-    times: float = 1.0
-    refuses: bool = False
-
-    def start(self, values: Mapping[str, object], ceiling: EngineLimits) -> ToyEngine:
-        """Start a toy. Raises: EngineError."""
-        is_on = values.get("enable-prefix-caching") is True
-        with Path(self.log).open("a") as log:
-            log.write(f"{ceiling} {'on' if is_on else 'off'}\n")
-        if is_on and self.refuses:
-            raise EngineError("the toy has no cache")
-        costs = self.costs.scaled(self.times) if is_on else self.costs
-        return ToySource.start(replace(self, costs=costs), values, ceiling)
 
 
 FOUND = KnobAdvice(

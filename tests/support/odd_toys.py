@@ -1,4 +1,4 @@
-"""Toys that fail, or take their time.
+"""Toys that fail, take their time, or write down how they are started.
 
 Apart from what runs jobs on them: each engine's process imports its source's module.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from support.toy import EXIT_CODE, LAST_WORDS, ToyEngine, ToySource
 from tuner.engine.limits import EngineLimits
@@ -84,3 +85,44 @@ class LostSource(ToySource):
     def start(self, values: Mapping[str, object], ceiling: EngineLimits) -> ToyEngine:  # noqa: ARG002
         """Fail. Raises: EngineError."""
         raise EngineError("the device is lost")
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedSource(ToySource):
+    """A toy that writes down each start at the limits, and may refuse the first at some."""
+
+    log: str = ""
+    refused: EngineLimits | None = None
+    refuses: int = 0
+
+    def start(self, values: Mapping[str, object], ceiling: EngineLimits) -> ToyEngine:
+        """Start a toy, unless it is to be refused. Raises: EngineError."""
+        with Path(self.log).open("a") as log:
+            log.write(f"{ceiling} {os.getpid()}\n")
+        starts = Path(self.log).read_text().splitlines()
+        tries = [line for line in starts if line.startswith(f"{self.refused} ")]
+        if ceiling == self.refused and len(tries) <= self.refuses:
+            raise EngineError("the device has 1 of 80 GiB free")
+        return ToySource.start(self, values, ceiling)
+
+
+@dataclass(frozen=True, slots=True)
+class KnobSource(ToySource):
+    """A toy whose steps take so many times as long with prefix caching, and that may not start.
+
+    Which values an engine is started with is written down.
+    """
+
+    log: str = ""
+    times: float = 1.0
+    refuses: bool = False
+
+    def start(self, values: Mapping[str, object], ceiling: EngineLimits) -> ToyEngine:
+        """Start a toy. Raises: EngineError."""
+        is_on = values.get("enable-prefix-caching") is True
+        with Path(self.log).open("a") as log:
+            log.write(f"{ceiling} {'on' if is_on else 'off'}\n")
+        if is_on and self.refuses:
+            raise EngineError("the toy has no cache")
+        costs = self.costs.scaled(self.times) if is_on else self.costs
+        return ToySource.start(replace(self, costs=costs), values, ceiling)

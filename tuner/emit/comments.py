@@ -27,14 +27,12 @@ def comments(result: RunResult, file_name: str, run_dir: str) -> list[str]:
     advice, made = result.recommendation, result.provenance
     if advice is None:
         raise UsageError(f"{run_dir} recommends nothing: {NOTHING_FEASIBLE}", result.way_out)
-    trace, current = made.trace, result.current
-    vllm_version, device = (
-        (None, None) if made.engine is None else (made.engine.vllm_version, made.engine.device)
-    )
+    trace, current, engine = made.trace, result.current, made.engine
     lines = [
         f"vllm serve --config {file_name}",
         f"tuned {made.made_at[:10]} on {_on(trace)}",
-        f"vLLM {vllm_version}, {device}, {_how(result, advice)}",
+        f"vLLM {engine and engine.vllm_version}, {engine and engine.device}, "
+        f"{_how(result, advice)}",
         f"objective {result.objective}, {_slos(result)}",
     ]
     if result.state != "complete" and advice.why == UNFINISHED:
