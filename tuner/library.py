@@ -26,12 +26,7 @@ from tuner.replay.loop import ReplayLog
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import EngineProcess
 from tuner.report.page import write_report
-from tuner.run.inputs import (
-    ReplaySettings,
-    configured_engine,
-    engine_of_profile,
-    fit_lengths,
-)
+from tuner.run.inputs import ReplaySettings, configured_engine, engine_of_profile, fit_lengths
 from tuner.run.listener import Listener
 from tuner.run.options import TuningOptions
 from tuner.run.result import RunResult

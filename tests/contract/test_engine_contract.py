@@ -8,12 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from support.engine_contract import (
-    CEILING,
-    ClosingContract,
-    EngineContract,
-    like_the_toys,
-)
+from support.engine_contract import CEILING, ClosingContract, EngineContract, like_the_toys
 from support.live_parts import start_live
 from support.shadow_parts import a_reference, a_shape
 from support.toy import ToySource

@@ -25,7 +25,7 @@ from tuner.emit.recommendation import facts_in, facts_of_run
 from tuner.errors import Caveat
 from tuner.replay.slo import Slo
 from tuner.run.outcome import RunFindings, make_outcome
-from tuner.run.result import ColdConfirmation
+from tuner.run.records import ColdConfirmation
 from tuner.search.judging import why_of
 from tuner.search.objective import Score, Tier
 from tuner.search.race import OTHER_TRAFFIC, UNFINISHED, Odds, RaceDecision, RaceVerdict

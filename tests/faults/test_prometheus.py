@@ -17,14 +17,7 @@ import pytest
 from support.fault_parts import Tally, how_many
 from support.fuzz_mutations import changed
 from support.fuzz_targets import START_S, past
-from support.prometheus_fake import (
-    FakePrometheus,
-    Handler,
-    Respond,
-    answered,
-    listening,
-    send,
-)
+from support.prometheus_fake import FakePrometheus, Handler, Respond, answered, listening, send
 from support.prometheus_parts import need_prometheus, with_history
 from support.prometheus_past import END_S, PastEngine
 from support.prometheus_past import past as two_hours

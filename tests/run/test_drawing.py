@@ -17,14 +17,7 @@ from tuner.replay.plan import ReplayPlan
 from tuner.replay.runner import Failure
 from tuner.replay.slo import Slo
 from tuner.run.context import Workload
-from tuner.run.drawing import (
-    DRAWS,
-    FEW_DRAWS,
-    contend,
-    decide,
-    draw,
-    predict_deployed,
-)
+from tuner.run.drawing import DRAWS, FEW_DRAWS, contend, decide, draw, predict_deployed
 from tuner.run.loads.capacity import draw_capacity
 from tuner.run.predict import Predictions, offered_per_s, predict, predict_more
 from tuner.search.budget import Aim

@@ -18,7 +18,7 @@ from tuner.errors import Caveat
 from tuner.replay.plan import ReplayPlan
 from tuner.run.calibrate import Calibrator
 from tuner.run.directory import PROFILE_FILE, STEPS_FILE
-from tuner.run.result import KNOWN_RATIO, OWN_RATIO
+from tuner.run.records import KNOWN_RATIO, OWN_RATIO
 from tuner.run.rounds import unpacked
 from tuner.run.sessions.learning import Learning
 from tuner.search.race import Odds, RaceDecision, RaceVerdict

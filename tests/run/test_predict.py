@@ -19,13 +19,7 @@ from tuner.replay.runner import Failure
 from tuner.run.context import Workload
 from tuner.run.directory import TRIALS_FILE
 from tuner.run.drawing import decide
-from tuner.run.predict import (
-    Predictions,
-    capacity_per_s,
-    cross_check,
-    offered_per_s,
-    predict,
-)
+from tuner.run.predict import Predictions, capacity_per_s, cross_check, offered_per_s, predict
 from tuner.run.sessions.shadow import predict_space
 from tuner.search.budget import Aim
 from tuner.search.objective import Objective, Scoring, Tier

@@ -15,7 +15,8 @@ from support.result_parts import CHANGE, CURRENT, GIVEN, GOAL, MEASURED, WINNER,
 from tuner.errors import Caveat, UsageError
 from tuner.run.drawing import OWN_SPEED
 from tuner.run.outcome import RunFindings, make_outcome
-from tuner.run.result import OWN_RATIO, Restlessness, RunResult, read_result
+from tuner.run.records import OWN_RATIO, Restlessness
+from tuner.run.result import RunResult, read_result
 from tuner.search.objective import Score, Tier
 from tuner.search.race import Odds, RaceVerdict
 from tuner.search.trials import Phase, Trial

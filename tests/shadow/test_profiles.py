@@ -13,14 +13,7 @@ import pytest
 from hypothesis import given, settings
 
 from support.paths import ROOT
-from support.profile_parts import (
-    MODEL,
-    PROFILE,
-    SHAPE,
-    limits,
-    profiles,
-    written,
-)
+from support.profile_parts import MODEL, PROFILE, SHAPE, limits, profiles, written
 from support.run_parts import a_profile
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError

@@ -13,11 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.profile_parts import (
-    damaged,
-    refusal,
-    written,
-)
+from support.profile_parts import damaged, refusal, written
 from tuner.errors import UsageError
 from tuner.shadow.profiles import SCHEMA, Profile, read_profile
 

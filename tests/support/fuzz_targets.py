@@ -35,13 +35,7 @@ from tuner.errors import TunerError
 from tuner.redact import redacted
 from tuner.replay.slo import Slo
 from tuner.report.run_files import read_run
-from tuner.run.directory import (
-    RESULT_FILE,
-    RUN_FILE,
-    TIMELINES_FILE,
-    TRIALS_FILE,
-    RunDir,
-)
+from tuner.run.directory import RESULT_FILE, RUN_FILE, TIMELINES_FILE, TRIALS_FILE, RunDir
 from tuner.run.journal import _read_trials
 from tuner.run.stored import read_record
 from tuner.shadow.profiles import read_profile

@@ -23,14 +23,7 @@ from tuner.replay.loop import replay
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.slo import Slo
-from tuner.search.objective import (
-    RATE,
-    Objective,
-    Score,
-    Scoring,
-    Tier,
-    make_scoring,
-)
+from tuner.search.objective import RATE, Objective, Score, Scoring, Tier, make_scoring
 from tuner.traffic.formats import read_trace
 from tuner.traffic.prompts import PromptSource
 from tuner.traffic.traces import Trace

@@ -9,14 +9,14 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineInfo
 from tuner.errors import Caveat
 from tuner.run.outcome import Given, RunFindings, make_outcome
-from tuner.run.result import (
+from tuner.run.records import (
     CaveatRecord,
     CurrentConfiguration,
     EngineRecord,
     Provenance,
-    RunResult,
     TraceRecord,
 )
+from tuner.run.result import RunResult
 from tuner.search.objective import Objective, Score, Scoring, Tier
 from tuner.search.race import RaceDecision, RaceVerdict
 from tuner.search.trials import Phase, Trial

@@ -22,7 +22,8 @@ from tuner.engine.limits import EngineLimits
 from tuner.replay.loop import Progress
 from tuner.report.summary import gain_words
 from tuner.run.listener import Listener, clock_text
-from tuner.run.result import Advice, RunResult
+from tuner.run.records import Advice
+from tuner.run.result import RunResult
 from tuner.search.objective import Tier, moved, named
 from tuner.search.trials import Phase, Trial, leader
 

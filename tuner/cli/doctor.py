@@ -2,7 +2,7 @@
 
 Answers which commands would work on this machine. Packages are looked up in their metadata, and
 what has to be imported for an answer is imported in a child process: a broken build dies there,
-and vLLM's five seconds are paid once. How the checks are shown is left to the command.
+and vLLM's five seconds are paid once.
 """
 
 from __future__ import annotations

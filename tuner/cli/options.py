@@ -10,18 +10,7 @@ import click
 import cloup
 from click.core import ParameterSource
 
-from tuner.cli.values import (
-    DURATION,
-    FILE,
-    LADDER,
-    LOAD,
-    LOADS,
-    NAME,
-    NAMES,
-    SIZE,
-    SLO,
-    WINDOW,
-)
+from tuner.cli.values import DURATION, FILE, LADDER, LOAD, LOADS, NAME, NAMES, SIZE, SLO, WINDOW
 from tuner.emit.names import Format
 from tuner.errors import TunerError, UsageError
 

@@ -77,9 +77,8 @@ class WatchOptions:
     tuned for where nothing else does. `output` is the file that is served from, `config` the
     configuration until that file exists. No change of a limit is larger than `max_change`
     times, and no cap is lower than `min_max_num_seqs`, None for a share of what was tuned.
-    `hook` are the words of the command that rolls it out;
-    none where it is empty. `guard_s` is how long a change is on probation, None for no time.
-    `listen` is a HOST:PORT for metrics.
+    `hook` are the words of the command that rolls it out; none where it is empty. `guard_s` is
+    how long a change is on probation, None for no time. `listen` is a HOST:PORT for metrics.
 
     Units: seconds.
     Raises: UsageError for times that make no sense.

@@ -43,11 +43,7 @@ def write(rec: Recommendation, names: Names) -> str:
     port = container.port(rec)
     selector = {_NAME_LABEL: named.workload}
     made = kubernetes.deployment(routed, named, selector)
-    found_by = {
-        **selector,
-        "model.aibrix.ai/port": str(port),
-        "model.aibrix.ai/engine": "vllm",
-    }
+    found_by = {**selector, "model.aibrix.ai/port": str(port), "model.aibrix.ai/engine": "vllm"}
     made["metadata"]["labels"] = found_by
     made["spec"]["template"]["metadata"]["labels"] = found_by
     service: dict[str, Any] = {

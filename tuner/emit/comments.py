@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from tuner.errors import UsageError
-from tuner.run.result import NOTHING_FEASIBLE, Advice, RunResult, TraceRecord
+from tuner.run.records import Advice, TraceRecord
+from tuner.run.result import NOTHING_FEASIBLE, RunResult
 from tuner.search.race import UNFINISHED
 from tuner.search.trials import ranked
 

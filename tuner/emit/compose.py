@@ -38,10 +38,7 @@ def write(rec: Recommendation, names: Names) -> str:
     if rec.requires_api_key:
         service["environment"] = {API_KEY_ENV: f"${{{API_KEY_ENV}:?{ASKED}}}"}
         where = f"{API_KEY_ENV}, in the environment or in a file .env beside this one"
-        notes += [
-            f"{API_KEY} is a secret: it is read from {where}",
-            *one_key_note(rec),
-        ]
+        notes += [f"{API_KEY} is a secret: it is read from {where}", *one_key_note(rec)]
     else:
         notes.append(f"no {API_KEY}: the port is open to this machine alone")
     if rec.is_folder:

@@ -28,7 +28,8 @@ from tuner.engine.serve_config import (
 from tuner.errors import UsageError
 from tuner.redact import REDACTED, has_secrets
 from tuner.run.knobs.records import settings_text
-from tuner.run.result import Advice, RunResult
+from tuner.run.records import Advice
+from tuner.run.result import RunResult
 
 CAPPED: Final = "which would cap the tuned limits"
 """How the remark on a key ends that is left out because it would undo the tuning."""
@@ -251,7 +252,7 @@ _IN_COMMENTS: Final = {
 }
 """Where the comments of an emitted file say what annotations say.
 
-Source: `comments` of tuner.run.result.
+Source: `comments` of tuner.emit.comments.
 """
 
 

@@ -118,11 +118,7 @@ def emit(chosen: Format, rec: Recommendation, names: Names | None = None) -> str
 
 
 def emit_patch(
-    path: Path | None,
-    chosen: Format,
-    rec: Recommendation,
-    names: Names,
-    kind: PatchKind,
+    path: Path | None, chosen: Format, rec: Recommendation, names: Names, kind: PatchKind
 ) -> Patched:
     """Return the change of the object in a file, as a patch or a Kustomize component.
 

@@ -157,7 +157,7 @@ class Prompts(Protocol):
 
 
 class _Replay:
-    """One run of the loop; split so that each part fits on a screen."""
+    """One run of the loop."""
 
     def __init__(
         self, engine: Engine, trace: Trace, prompts: Prompts, plan: ReplayPlan

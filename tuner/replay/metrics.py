@@ -308,11 +308,7 @@ def measure(
         kv_usage=levels(logs, "kv_usage_ratio"),
         preemptions=sum(s.preempted for s in steps),
         prefix_cache_hit_ratio=_hit_ratio(steps),
-        is_sustained=all(
-            not log.cut_reason
-            and is_sustained(log.timelines, is_closed_loop=log.is_closed_loop)
-            for log in logs
-        ),
+        is_sustained=all(map(_kept_up, logs)),
         distorted_steps_ratio=_pooled_ratio(steps),
         send_lag_p99_s=_send_lag_p99_s(lines) if statistics is _ALL else None,
         max_step_tokens=max((s.max_step_tokens for s in steps), default=0),
@@ -335,6 +331,11 @@ def _parts(logs: Sequence[ReplayLog]) -> tuple[list[Timelines], list[StepSummary
     if not logs:
         raise ValueError("nothing was replayed")
     return [log.timelines for log in logs], [log.steps for log in logs]
+
+
+def _kept_up(log: ReplayLog) -> bool:
+    is_closed = log.is_closed_loop
+    return not log.cut_reason and is_sustained(log.timelines, is_closed_loop=is_closed)
 
 
 def _offered_per_s(lines: Sequence[Timelines]) -> float | None:

@@ -210,10 +210,7 @@ def _shared(others: Sequence[str]) -> str:
 
 
 def _receive(
-    connection: Connection,
-    process: SpawnProcess,
-    until_s: float,
-    on_wait: Callable[[], None],
+    connection: Connection, process: SpawnProcess, until_s: float, on_wait: Callable[[], None]
 ) -> tuple[str, Any]:
     """Wait for the child's next message, until an instant of the monotonic clock.
 
@@ -253,10 +250,7 @@ class EngineProcess:
     """
 
     def __init__(
-        self,
-        source: EngineSource,
-        log_path: Path,
-        start_timeout_s: float = START_TIMEOUT_S,
+        self, source: EngineSource, log_path: Path, start_timeout_s: float = START_TIMEOUT_S
     ) -> None:
         self._source, self._start_timeout_s = source, start_timeout_s
         self.log_path = log_path
@@ -396,9 +390,7 @@ class EngineProcess:
             ours, theirs = context.Pipe()
             self._log_mark = self.log_path.stat().st_size if self.log_path.exists() else 0
             self._process = context.Process(
-                target=serve_parent,
-                args=(theirs, str(self.log_path)),
-                name="tune-engine",
+                target=serve_parent, args=(theirs, str(self.log_path)), name="tune-engine"
             )
             self._process_began_s = time.monotonic()
             # A child that is started and never told what to do would show a traceback.

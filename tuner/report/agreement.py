@@ -28,7 +28,7 @@ from tuner.report.parts import (
 from tuner.report.points import live_points, shadow_points
 from tuner.report.run_files import RunFiles, shadow_error, shadow_error_words
 from tuner.report.words import change, counted, listed, metric_name, percent, quantity
-from tuner.run.result import Compared
+from tuner.run.records import Compared
 from tuner.search.trials import COMPARED
 
 TITLE = "Live against shadow"

@@ -34,7 +34,7 @@ from tuner.report.words import (
     sentence,
 )
 from tuner.run.options import Method
-from tuner.run.result import Advice
+from tuner.run.records import Advice
 from tuner.search.judging import TIE_LOSS
 from tuner.search.objective import Bounds, Objective, is_rate
 from tuner.search.race import MAX_LOSS, Odds, Standing

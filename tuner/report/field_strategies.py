@@ -26,10 +26,7 @@ from tuner.search.trials import read_metric
 TITLE = "The strategies of the field"
 _LATENCIES = ("e2e_p50", "e2e_p99", "ttft_p50", "ttft_p99")
 _COLOURS = {"recorded": LIVE, "uniform": SHADOW, "saturation": CHOSEN}
-_NAMES = {
-    "uniform": "uniform lengths",
-    "saturation": "all requests at once",
-}
+_NAMES = {"uniform": "uniform lengths", "saturation": "all requests at once"}
 
 Compared = Mapping[str, Sequence[SavedStrategy]]
 

@@ -18,11 +18,7 @@ from tuner.search.objective import RATE
 from tuner.search.trials import Trial, read_metric
 
 # Where a level stands in a recorded measurement, and by which of its statistics.
-_LEVELS = {
-    "gpu_cache_usage_perc": "max",
-    "queue_depth": "mean",
-    "running": "max",
-}
+_LEVELS = {"gpu_cache_usage_perc": "max", "queue_depth": "mean", "running": "max"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,8 @@ from tuner.files import read_json
 from tuner.replay.series import ReplayTimelines, SavedTimelines
 from tuner.report.words import percent
 from tuner.run.directory import COMPARE_FILE, RUN_FILE, TIMELINES_FILE
-from tuner.run.result import LimitsRecord, RunResult, read_result
+from tuner.run.records import LimitsRecord
+from tuner.run.result import RunResult, read_result
 from tuner.search.trials import Trial, predictions
 from tuner.shadow.calibration import error_words
 

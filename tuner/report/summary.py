@@ -24,14 +24,8 @@ from tuner.report.words import (
 )
 from tuner.run.evidence import gpu_text
 from tuner.run.knobs.records import settings_text
-from tuner.run.result import (
-    Advice,
-    EngineRecord,
-    ProfileRecord,
-    Provenance,
-    RunResult,
-    TraceRecord,
-)
+from tuner.run.records import Advice, EngineRecord, ProfileRecord, Provenance, TraceRecord
+from tuner.run.result import RunResult
 from tuner.search.objective import Objective, Scoring, moved, moved_bounds
 from tuner.search.race import UNFINISHED
 from tuner.search.trials import decisive, predictions

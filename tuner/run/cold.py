@@ -17,7 +17,7 @@ from tuner.errors import Caveat
 from tuner.replay.metrics import Measurement
 from tuner.run.context import RunContext, Workload
 from tuner.run.drawing import Deployed
-from tuner.run.result import ColdConfirmation
+from tuner.run.records import ColdConfirmation
 from tuner.run.time_plan import RacePlan, cold_cost_s
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.judging import LIKELY, TIE_LOSS

@@ -123,7 +123,7 @@ class Workload:
         engine: EngineRunner,
         limits: EngineLimits,
         cut: CutRule,
-        on_progress: Callable[[Progress], bool],
+        on_progress: Callable[[Progress], bool] | None,
         on_log: Callable[[ReplayLog], None] | None = None,
         *,
         is_cold: bool = False,

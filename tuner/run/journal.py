@@ -300,10 +300,7 @@ class Journal:
         return counts
 
     def finish_round(
-        self,
-        number: int,
-        replays: Sequence[Recorded],
-        more: Mapping[str, Any] | None = None,
+        self, number: int, replays: Sequence[Recorded], more: Mapping[str, Any] | None = None
     ) -> bool:
         """Keep a claimed round's replays, and `more` beside it; tell whether they count.
 

@@ -19,7 +19,7 @@ from tuner.run.evidence import (
 from tuner.run.knobs.records import KnobAdvice
 from tuner.run.loads.records import ClientAdvice
 from tuner.run.predict import Differences
-from tuner.run.result import (
+from tuner.run.records import (
     Advice,
     CapacityRecord,
     CaveatRecord,
@@ -30,16 +30,11 @@ from tuner.run.result import (
     ProfileRecord,
     Provenance,
     Restlessness,
-    RunResult,
     StartFinding,
 )
+from tuner.run.result import RunResult
 from tuner.search.judging import LIKELY
-from tuner.search.objective import (
-    Scoring,
-    Tier,
-    moved,
-    moved_bounds,
-)
+from tuner.search.objective import Scoring, Tier, moved, moved_bounds
 from tuner.search.race import RaceDecision
 from tuner.search.trials import Trial, decisive, leader, predictions
 from tuner.traffic.windows import Window

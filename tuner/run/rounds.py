@@ -49,7 +49,7 @@ def replay_round(
     one: Round,
     workloads: Sequence[Workload],
     attempt: str,
-    on_progress: Callable[[Progress], bool],
+    on_progress: Callable[[Progress], bool] | None = None,
 ) -> RoundReplay:
     """Replay the settings of a round one after the other, each its own. Raises: EngineError."""
     found = RoundReplay()

@@ -1,8 +1,7 @@
 """Database connections that several processes of a run can share.
 
 Answers whether a database was ever used for studies, what its transactions need so that no two
-processes believe the same thing is theirs, and how long one that went away is waited for. What
-is stored is left to `journal`.
+processes believe the same thing is theirs, and how long one that went away is waited for.
 """
 
 from __future__ import annotations

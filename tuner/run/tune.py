@@ -42,15 +42,15 @@ from tuner.run.listener import Listener
 from tuner.run.loads.alone import Hopeless, hopeless, with_widest
 from tuner.run.options import Method, TuningOptions
 from tuner.run.outcome import Given, RunFindings, make_outcome, nearest_of, own_version
-from tuner.run.result import (
+from tuner.run.records import (
     CaveatRecord,
     ColdEngine,
     CurrentConfiguration,
     EngineRecord,
     Provenance,
-    RunResult,
     TraceRecord,
 )
+from tuner.run.result import RunResult
 from tuner.run.sessions.live import AnySession
 from tuner.run.start import PreparedRun, Start, check_same, origin_of, prepare
 from tuner.run.stored import StoredOptions, read_record

@@ -13,7 +13,6 @@ from uuid import uuid4
 from tuner.engine.live import LiveSource
 from tuner.engine.protocol import EngineFacts, EngineSource
 from tuner.errors import EngineError, TraceError, UsageError
-from tuner.replay.loop import Progress
 from tuner.replay.process import EngineProcess
 from tuner.replay.runner import EngineRunner
 from tuner.run.inputs import fit_lengths
@@ -136,7 +135,7 @@ class _Worker:
             return False
         number, one = claimed
         workloads = workloads_of(one, self.trace, self.aim)
-        found = replay_round(self.engine, one, workloads, attempt, _go_on)
+        found = replay_round(self.engine, one, workloads, attempt)
         if all(record.cause for record, _ in found.records):
             # What nothing survives here says nothing of the run's own engine.
             raise EngineError(f"no setting survived its replay: {found.records[0][0].cause}")
@@ -163,7 +162,3 @@ def _started(
     engine.ensure_started()
     note(f"engine started, waiting for rounds of {prepared.run_path}")
     return _Worker(journal, engine, trace, aim_of(options, trace), note)
-
-
-def _go_on(progress: Progress) -> bool:  # noqa: ARG001 - nobody watches a worker's replay
-    return True

@@ -56,10 +56,7 @@ class Effects:
 
     @classmethod
     def of(
-        cls,
-        settings: int,
-        replays: Sequence[tuple[int, int, float]],
-        spreads: Spreads,
+        cls, settings: int, replays: Sequence[tuple[int, int, float]], spreads: Spreads
     ) -> Self:
         """Return the effects of so many settings.
 

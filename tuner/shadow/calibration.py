@@ -1,7 +1,6 @@
-"""Which few settings teach the step-time model most, and what is made of their steps.
+"""What live replays have shown of an engine, the profile made of it, and how wrong that is.
 
-Answers what to replay live before the shadow can speak, and whether what was learnt is good
-enough to rank by. Replaying is left to `replay`, ranking to `search`.
+Answers whether what was learnt is good enough to rank by.
 """
 
 from __future__ import annotations

@@ -136,8 +136,7 @@ def _follow(steps: StepColumns, predicted_s: Floats, most_s: Floats, row: int) -
             return row
         if has_batch:
             ends_s = max(
-                begins_s + float(predicted_s[row]),
-                launched_from_s + float(steps.launch_s[row]),
+                begins_s + float(predicted_s[row]), launched_from_s + float(steps.launch_s[row])
             )
             device_s = min(ends_s, noticed_s)
         launched_from_s, began_s = began_s, noticed_s

@@ -20,13 +20,7 @@ from tuner.shadow.calibration import LARGEST_ERROR_RATIO, Calibration
 from tuner.shadow.fit import MIN_STEPS
 from tuner.shadow.profiles import Profile, Seen
 from tuner.shadow.rebuilt import rebuild_all
-from tuner.shadow.recorded import (
-    HOW,
-    RecordedRequests,
-    RecordedSteps,
-    Server,
-    check_usable,
-)
+from tuner.shadow.recorded import HOW, RecordedRequests, RecordedSteps, Server, check_usable
 from tuner.stats import Floats
 
 MIN_SEEN: Final = 20
@@ -163,9 +157,7 @@ def learn_profile(
     )
 
 
-def _of_one_engine(
-    recorded: Sequence[RecordedSteps],
-) -> list[tuple[EngineShape, EngineLimits]]:
+def _of_one_engine(recorded: Sequence[RecordedSteps]) -> list[tuple[EngineShape, EngineLimits]]:
     """Return each start's shape and limits. Raises: ShadowError; TooFewSamplesError."""
     if not recorded:
         raise TooFewSamplesError("no steps were recorded", HOW)

@@ -30,13 +30,7 @@ class PreparedTrace:
         open one for arrivals that were not; UsageError for a lead-in of a closed loop.
     """
 
-    def __init__(
-        self,
-        trace: Trace,
-        plan: ReplayPlan,
-        *,
-        of: Trace | None = None,
-    ) -> None:
+    def __init__(self, trace: Trace, plan: ReplayPlan, *, of: Trace | None = None) -> None:
         check_arrivals(trace, plan.load_model)
         self.trace = trace
         self._of, self._load = trace if of is None else of, plan.load

@@ -73,9 +73,7 @@ _PASSES = 3
 
 
 def learn(
-    model: StepModel,
-    replays: Sequence[StepColumns],
-    ran_with: Sequence[Graphs] | None = None,
+    model: StepModel, replays: Sequence[StepColumns], ran_with: Sequence[Graphs] | None = None
 ) -> Speed:
     """Return the step model with factors, as far as the measurements ask for them.
 

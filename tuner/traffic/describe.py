@@ -294,11 +294,7 @@ def describe(
         output_tokens=_lengths(trace.output_tokens),
         prefix_reuse_ratio=prefix_reuse_ratio(trace),
         in_flight=in_flight,
-        warnings=warnings_of(
-            trace,
-            in_flight=in_flight,
-            largest_cap=largest_cap,
-        ),
+        warnings=warnings_of(trace, in_flight=in_flight, largest_cap=largest_cap),
         dropped=dict(trace.notes.dropped),
     )
 

@@ -17,7 +17,7 @@ from tuner.errors import TooFewSamplesError, UsageError
 from tuner.files import free_bytes
 from tuner.stats import Floats, Ints
 from tuner.traffic.prefixes import GOLDEN, HashIds, mixed
-from tuner.traffic.traces import Trace, Turns
+from tuner.traffic.traces import Trace, Turns, rows_of
 
 # Copies lie this far from each other, or evenly in a trace too short for it: ours, longer than
 # bursts and answers last, and short against the hours over which traffic changes.
@@ -422,18 +422,14 @@ class _Copies:
         number = np.repeat(np.arange(len(parts)), [part.size for part in parts])
         order = np.argsort(due_s, kind="stable")
         rows, due_s, number = rows[order], due_s[order], number[order]
+        bare = replace(trace, hashes=None, turns=None, request_ids=None, recorded=None)
         return replace(
-            trace,
+            bare,
             due_s=due_s,
-            prompt_tokens=trace.prompt_tokens[rows],
-            output_tokens=trace.output_tokens[rows],
             hashes=self._own_hashes(rows, number),
-            e2e_s=None if trace.e2e_s is None else trace.e2e_s[rows],
-            ttft_s=None if trace.ttft_s is None else trace.ttft_s[rows],
             turns=_turns_of_copies(trace.turns, rows, number, due_s, trace.led_in),
             request_ids=_names(trace.request_ids, rows, number),
-            priorities=None if trace.priorities is None else trace.priorities[rows],
-            recorded=None,
+            **rows_of(bare, rows, due_s),
         )
 
     def _own_hashes(self, rows: Ints, number: Ints) -> HashIds | None:

@@ -343,7 +343,13 @@ def _from_file(content: _File) -> TrafficSketch:
     if content.resolution_s is None:
         found["resolution_s"] = math.inf
     found["bursts"] = {
-        float(scale): _read_bursts(rows, blocks) for scale, rows in content.bursts.items()
+        float(scale): Bursts(
+            *(
+                _column("bursts", part, blocks, np.float64)
+                for part in msgspec.structs.astuple(one)
+            )
+        )
+        for scale, one in content.bursts.items()
     }
     found["held"] = content.held and {
         float(lookback): _column("held", rows, blocks)
@@ -352,24 +358,11 @@ def _from_file(content: _File) -> TrafficSketch:
     return TrafficSketch(**found)
 
 
-def _read_bursts(stored: _Bursts, blocks: int) -> Bursts:
-    parts = (stored.windows, stored.requests, stored.variance)
-    windows, requests, variance = (_floats(part, blocks) for part in parts)
-    return Bursts(windows, requests, variance)
-
-
-def _floats(values: list[int] | list[float], blocks: int) -> Floats:
-    floats = np.array(values, dtype=np.float64)
-    if floats.shape != (blocks,) or floats.min(initial=0.0) < 0:
-        raise ValueError(f"bursts must hold {blocks} blocks of 0 or more")
-    return floats
-
-
-def _column(name: str, values: list[int], blocks: int) -> Ints:
-    counts = np.array(values, dtype=np.int64)
-    if counts.shape != (blocks,) or counts.min(initial=0) < 0:
-        raise ValueError(f"{name} must hold {blocks} blocks of 0 or more, got {counts.size}")
-    return counts
+def _column(name: str, values: Sequence[float], blocks: int, kind: type = np.int64) -> Any:  # noqa: ANN401 - an array of that kind
+    column: Any = np.array(values, dtype=kind)
+    if column.shape != (blocks,) or column.min(initial=0) < 0:
+        raise ValueError(f"{name} must hold {blocks} blocks of 0 or more, got {column.size}")
+    return column
 
 
 def _rows(table: Ints) -> list[_Row]:

@@ -20,13 +20,7 @@ from tuner.engine.demo import DEMO_MODEL_DIR
 from tuner.errors import EngineError, NoFeasibleConfigError
 from tuner.replay.metrics import Measurement
 from tuner.replay.plan import ReplayPlan
-from tuner.replay.server.client import (
-    MAX_ERRORS,
-    Endpoint,
-    HttpRun,
-    find_endpoint,
-    replay_http,
-)
+from tuner.replay.server.client import MAX_ERRORS, Endpoint, HttpRun, find_endpoint, replay_http
 from tuner.replay.server.comparison import Verification, verification
 from tuner.replay.server.process import answers
 from tuner.replay.server.scrape import Scraper, read_gauges

@@ -208,10 +208,7 @@ def _unsupported(vllm_config: Any, own: str) -> list[str]:
             (f"a scheduler of its own ({own})", bool(own)),
             ("pipeline parallelism", parallel.pipeline_parallel_size > 1),
             ("data parallelism", parallel.data_parallel_size > 1),
-            (
-                "context parallelism",
-                getattr(parallel, "decode_context_parallel_size", 1) > 1,
-            ),
+            ("context parallelism", getattr(parallel, "decode_context_parallel_size", 1) > 1),
         )
         if holds
     ]

@@ -105,7 +105,7 @@ def replay_http(
 
 
 class _Client:
-    """One replay; split so that each part fits on a screen."""
+    """One replay: what is sent, what came back, and who still waits."""
 
     def __init__(
         self,

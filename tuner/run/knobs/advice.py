@@ -69,7 +69,9 @@ def advise(
     turning = _Turning(predictor, found, confidence)
     if predictor.doubt:
         said = f"not predicted: {predictor.doubt}"
-        return _advice(turning, limits, [_told(knob, said) for knob in knobs])
+        return _advice(
+            turning, limits, [KnobFinding(knob=knob.name, says=said) for knob in knobs]
+        )
     findings = [turning.finding(knob, limits) for knob in knobs]
     wanted = {one.knob: one.gain_ratio for one in findings if one.is_recommended}
     order = sorted(wanted, key=lambda name: wanted[name] or 0.0)
@@ -84,20 +86,6 @@ def advise(
             break
         best = moved
     return _advice(turning, limits, findings, best, chosen, counted)
-
-
-def _told(knob: Knob, says: str) -> KnobFinding:
-    """Return what is said of a knob that was not tried."""
-    return KnobFinding(
-        knob=knob.name,
-        value="",
-        settings={},
-        gain_ratio=None,
-        gain_interval=None,
-        p_better=None,
-        is_recommended=False,
-        says=says,
-    )
 
 
 def _advice(
@@ -191,7 +179,8 @@ class _Turning:
         place, before = self.place(limits), self.score(limits)
         changes = knob.changes(place)
         if isinstance(changes, str) or not changes:
-            return _told(knob, f"does not apply: {changes or 'there is no other value'}")
+            says = f"does not apply: {changes or 'there is no other value'}"
+            return KnobFinding(knob=knob.name, says=says)
         scores = {change: self.score(limits, [change]) for change in changes}
         best = min(changes, key=lambda change: _place(scores[change], before))
         is_gain, metric = _gains(scores[best], before), self.metric(limits)

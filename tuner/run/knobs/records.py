@@ -34,12 +34,12 @@ class KnobFinding:
     """
 
     knob: str
-    value: str
-    settings: dict[str, Any]
-    gain_ratio: float | None
-    gain_interval: Bounds | None
-    p_better: float | None
-    is_recommended: bool
+    value: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+    gain_ratio: float | None = None
+    gain_interval: Bounds | None = None
+    p_better: float | None = None
+    is_recommended: bool = False
     says: str
     tried: dict[str, float | None] = field(default_factory=dict)
 

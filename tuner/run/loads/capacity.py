@@ -19,7 +19,7 @@ from tuner.replay.runner import LARGEST_LOAD, MIN_LOAD, Failure, holds, measure_
 from tuner.run.context import RunContext, Workload
 from tuner.run.drawing import CAPACITY_DRAWS, Drawing, Replays
 from tuner.run.predict import Predictions, at_once, recorded_per_s
-from tuner.run.result import CapacityRecord
+from tuner.run.records import CapacityRecord
 from tuner.run.time_plan import duration_s
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.objective import Objective
@@ -133,21 +133,11 @@ def predict_capacity(
         return CapacityResult(None, current_load, None)
     is_shown, borne = _is_shown(best, workload.pieces[0].load), best.capacity or 0.0
     lies = draw_capacity(predictor, workload, decision.winner, borne) if is_shown else None
-    return CapacityResult(
-        borne,
-        current_load,
-        None,
-        is_shown=is_shown,
-        interval=lies,
-    )
+    return CapacityResult(borne, current_load, None, is_shown=is_shown, interval=lies)
 
 
 def draw_capacity(
-    predictor: Predictor,
-    workload: Workload,
-    limits: EngineLimits,
-    told: float,
-    engine: int = 0,
+    predictor: Predictor, workload: Workload, limits: EngineLimits, told: float, engine: int = 0
 ) -> tuple[float, float] | None:
     """Return between which loads lies what a setting bears, nine times in ten.
 

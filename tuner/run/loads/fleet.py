@@ -186,10 +186,7 @@ def _slower(predictor: Predictor) -> Predictor:
 
 
 def _best_limits(
-    sizer: _Sizer,
-    space: SearchSpace,
-    busiest: int,
-    note: Callable[[str], None],
+    sizer: _Sizer, space: SearchSpace, busiest: int, note: Callable[[str], None]
 ) -> tuple[EngineLimits, dict[EngineLimits, int | None]]:
     """Return the limits that need the fewest replicas, of those that are best on a replica."""
     needed = {space.current: sizer.fewest(busiest, space.current)}

@@ -14,7 +14,7 @@ from tuner.replay.process import EngineStart
 from tuner.run.calibrate import Calibrator
 from tuner.run.context import RunContext, Workload
 from tuner.run.directory import PROFILE_FILE, STEPS_FILE
-from tuner.run.result import Restlessness
+from tuner.run.records import Restlessness
 from tuner.run.rounds import packed
 from tuner.run.time_plan import Observe
 from tuner.run.trial_runner import TrialRunner

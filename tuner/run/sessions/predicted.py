@@ -17,13 +17,7 @@ from tuner.run.directory import PROFILE_FILE
 from tuner.run.drawing import Deployed, contend, predict_deployed
 from tuner.run.evidence import KV_FULL_RATIO
 from tuner.run.options import Method
-from tuner.run.predict import (
-    DISAGREEMENT,
-    Differences,
-    Foretold,
-    Predictions,
-    cross_check,
-)
+from tuner.run.predict import DISAGREEMENT, Differences, Foretold, Predictions, cross_check
 from tuner.run.race import PredictedEvidence, race
 from tuner.run.sessions.learning import Learning
 from tuner.run.sessions.shadow import decide_predicted, predict_space, predicted_text

@@ -24,7 +24,7 @@ from tuner.run.loads.records import ClientAdvice
 from tuner.run.options import STARTING_POINTS
 from tuner.run.outcome import RunFindings
 from tuner.run.predict import Foretold, Predictions, predict, scored
-from tuner.run.result import ProfileRecord, StartFinding
+from tuner.run.records import ProfileRecord, StartFinding
 from tuner.search.budget import window_text
 from tuner.search.ladder import at_edge
 from tuner.search.race import RaceDecision, RaceVerdict

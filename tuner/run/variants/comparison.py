@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,13 +18,7 @@ from tuner.run.context import Workload
 from tuner.run.drawing import FEW_DRAWS, compare_engines, draw
 from tuner.run.evidence import change_bounds
 from tuner.run.loads.capacity import draw_capacity
-from tuner.run.predict import (
-    Predictions,
-    capacity_per_s,
-    per_s,
-    predict_more,
-    scored,
-)
+from tuner.run.predict import Predictions, capacity_per_s, per_s, predict_more, scored
 from tuner.run.result import RunResult
 from tuner.run.variants.records import VariantComparison, VariantFinding
 from tuner.search.objective import Tier
@@ -60,13 +54,12 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class Comparing:
-    """What contenders are compared on, and by what they are predicted.
+    """What contenders are compared on.
 
     `price` is what an hour of a device costs, None where nobody said.
     """
 
     workload: Workload
-    predictor_of: Callable[[Profile], Predictor]
     seed: int
     confidence: float
     price: float | None = None
@@ -122,7 +115,7 @@ class Comparing:
             trials = _measured(contender)
             held = _latencies([t.measurement or {} for t in trials], contender.result.tail)
             return _Side(contender, replace(finding, latencies_s=held, are_live=True))
-        predictor = self.predictor_of(profile).as_deployed()
+        predictor = Predictor(profile, seed=self.seed).as_deployed()
         found = predict_more(predictor, Predictions(self.workload), [limits])
         outcome = found.outcomes[limits]
         if not isinstance(outcome, Measurement):

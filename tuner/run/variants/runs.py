@@ -36,7 +36,6 @@ from tuner.run.tune import tune as tune_one
 from tuner.run.variants.comparison import Comparing, Contender
 from tuner.run.variants.records import AS_IT_IS, VARIANTS_DIR, VariantFinding
 from tuner.search.budget import MIN_BUDGET_S, Budget
-from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import Profile, read_profile, write_profile
 from tuner.traffic.windows import whole
 
@@ -256,11 +255,7 @@ class _Runs:
         path, options = self.run_dir.path, self.prepared.options
         contender = Contender(AS_IT_IS, {}, base, _profile_of(path, base))
         comparing = Comparing(
-            self._workload(base),
-            self._predictor,
-            options.seed,
-            options.confidence,
-            options.gpu_hour_price,
+            self._workload(base), options.seed, options.confidence, options.gpu_hour_price
         )
         try:
             compared = comparing.compare(contender, self.found)
@@ -281,9 +276,6 @@ class _Runs:
             trace, _ = fit_lengths(trace, engine.max_model_len, options.too_long)
         windows = self._record.predicted_windows or (whole(trace),)
         return Workload.of(TRACE, trace, windows, aim_of(options, trace))
-
-    def _predictor(self, profile: Profile) -> Predictor:
-        return Predictor(profile, None, self.prepared.options.seed)
 
     def _nothing_but(self, unmet: NoFeasibleConfigError) -> NoFeasibleConfigError:
         """Return that the configuration as it is meets no SLOs, and which variants do."""

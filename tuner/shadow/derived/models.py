@@ -39,10 +39,7 @@ _TRAINED_FURTHER = ("-instruct", "-chat", "-it", "-base", "-hf")
 _SAME_LAYERS = {"llama-3.3-70b": "llama-3.1-70b"}
 # Kinds of rotary positions where max_position_embeddings says how far they reach once scaled.
 _LONG_ROPE: Final = ("su", "longrope")
-_SCALED: Final = (
-    *_LONG_ROPE,
-    *("llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling"),
-)
+_SCALED: Final = (*_LONG_ROPE, *("llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling"))
 ABOUT_QUANTISED: Final = (
     "quantised weights: between the sizes that the tables hold, batches of 130 to 2,000 tokens "
     "come out up to 1.9 times too long"

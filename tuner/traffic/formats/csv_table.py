@@ -148,7 +148,7 @@ def first_value(path: Path, place: int) -> str:
 
 
 class _Reader:
-    """One file being read; split so that each part fits on a screen."""
+    """One file being read."""
 
     def __init__(self, path: Path, fields: Mapping[str, Field], options: ReadOptions) -> None:
         self._path, self._options = path, options

@@ -16,11 +16,7 @@ import numpy as np
 
 from tuner.errors import TraceError
 from tuner.stats import Floats, Ints
-from tuner.traffic.concurrency import (
-    MAX_IN_FLIGHT,
-    SECONDS_PER_OUTPUT_TOKEN,
-    Concurrency,
-)
+from tuner.traffic.concurrency import MAX_IN_FLIGHT, SECONDS_PER_OUTPUT_TOKEN, Concurrency
 from tuner.traffic.formats.columns import (
     Columns,
     ReadOptions,

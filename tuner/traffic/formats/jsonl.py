@@ -177,11 +177,7 @@ def _given_turns(path: Path, blocks: Sequence[Block], skipped: Skipped) -> Turns
 
 
 def _chat_turns(
-    chats: Sequence[str],
-    parents: Texts,
-    arrived_s: Floats,
-    e2e_s: Floats,
-    output: Ints,
+    chats: Sequence[str], parents: Texts, arrived_s: Floats, e2e_s: Floats, output: Ints
 ) -> tuple[Turns | None, str]:
     """Return the turns of conversations from the names of their requests and parents.
 

@@ -64,8 +64,7 @@ def all_formats() -> tuple[TraceFormat, ...]:
         except Exception as cause:  # any package's code may run here
             origin = f"trace format {point.name} of {_package(point.dist)}"
             raise UsageError(
-                f"{origin} cannot be loaded: {cause}",
-                "update or remove that package",
+                f"{origin} cannot be loaded: {cause}", "update or remove that package"
             ) from cause
         if not isinstance(trace_format, TraceFormat):
             raise UsageError(
@@ -107,11 +106,7 @@ def read_trace(
             text = wrong.message.replace(str(source.path), str(path))
             raise type(wrong)(text, wrong.hint) from wrong
         return assemble(
-            columns,
-            options,
-            source=source.name,
-            format_name=reader.name,
-            sha256=source.sha256,
+            columns, options, source=source.name, format_name=reader.name, sha256=source.sha256
         )
 
 

@@ -165,9 +165,7 @@ MODEL = ("gen_ai.response.model", "gen_ai.request.model")
 REQUEST_ID = ("gen_ai.request.id", "gen_ai.response.id")
 OPERATION = "gen_ai.operation.name"
 ERROR_TYPE = "error.type"
-WANTED = frozenset(
-    (*PROMPT, *OUTPUT, *E2E, *TTFT, *MODEL, *REQUEST_ID, OPERATION, ERROR_TYPE),
-)
+WANTED = frozenset((*PROMPT, *OUTPUT, *E2E, *TTFT, *MODEL, *REQUEST_ID, OPERATION, ERROR_TYPE))
 
 _GENERATION = frozenset({"chat", "generate_content", "text_completion"})
 # They sum up or surround requests that have spans of their own, or generate nothing.
