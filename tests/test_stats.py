@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from random import Random
 
 import numpy as np
@@ -19,11 +20,13 @@ from tuner.stats import (
     CONFIDENCE,
     Floats,
     carries_quantile,
+    difference,
     lowest,
     mean,
     one_thread,
     order_interval,
     quantile,
+    resampled,
     student_quantile,
 )
 
@@ -197,3 +200,34 @@ def test_a_function_is_not_called_for_ever() -> None:
 
     lowest(falls, np.vstack([np.zeros(2), np.eye(2)]), x_apart=1e-3, y_apart=1e-3, most=50)
     assert 50 <= len(calls) <= 52
+
+
+def means_apart(blocks: int, alike_for: float, pairs: int) -> int:
+    """Return in how many pairs of one kind the means differ beyond a 99.5 % interval.
+
+    What is a block apart is alike by exp(-1 / alike_for), as where sessions last so long.
+    """
+    share, apart = math.exp(-1 / alike_for), 0
+    for seed in range(pairs):
+        rng = np.random.default_rng(seed)
+        drawn = rng.standard_normal((2, blocks)) * math.sqrt(1 - share**2)
+        drawn[:, 0] = rng.standard_normal(2)
+        for block in range(1, blocks):
+            drawn[:, block] += share * drawn[:, block - 1]
+
+        def mean_of(weights: Floats, row: Floats) -> Floats:
+            totals: Floats = weights @ row / weights.sum(axis=1)
+            return totals
+
+        old, new = (resampled(partial(mean_of, row=row), blocks, rng) for row in drawn)
+        _, low, high = difference(new, old, 0.995)
+        apart += low > 0 or high < 0
+    return apart
+
+
+@pytest.mark.parametrize(("blocks", "alike_for"), [(75, 0.1), (75, 8.0), (120, 8.0)])
+def test_what_is_alike_for_a_while_is_not_taken_for_a_shift(
+    blocks: int, alike_for: float
+) -> None:
+    # At a true rate of 1 % more than 6 of 150 are in one of a thousand sets of seeds.
+    assert means_apart(blocks, alike_for, 150) <= 6

@@ -447,24 +447,36 @@ MIN_RUNS: Final = 8
 
 
 def run_lengths(blocks: int) -> list[int]:
-    """Return how many neighbours are drawn together: the usual number, and twice as many.
+    """Return how many neighbours are drawn together: the usual number, and the most.
 
-    Source: the cube root of the sample, Hall, Horowitz and Jing (1995), for a variance. It
-    supposes that blocks far apart are independent, which requests in flight for longer than a
-    block are not.
+    Source: the cube root of the sample, Hall, Horowitz and Jing (1995), for a variance.
     """
     usual = math.ceil(math.cbrt(blocks))
-    return [length for length in (usual, 2 * usual) if blocks / length >= MIN_RUNS] or [usual]
+    return sorted({usual, max(usual, blocks // MIN_RUNS)})
 
 
 def resampled(statistic: Statistic, blocks: int, rng: np.random.Generator) -> Resampled:
     """Return a statistic of so many blocks and its error by drawing runs of them again.
 
-    The larger error of short and long runs counts: where neighbours are alike for longer than
-    a short run, it tells too small a one.
+    The larger error of short, long and endless runs counts: where neighbours are alike for
+    longer than a run, as those of one session are, it tells too small a one.
     """
-    candidates = [_of_runs(statistic, blocks, length, rng) for length in run_lengths(blocks)]
-    return max(candidates, key=lambda one: one.error if math.isfinite(one.error) else -math.inf)
+    lengths = run_lengths(blocks)
+    found = [_of_runs(statistic, blocks, length, rng) for length in lengths]
+    if len(found) > 1:
+        found.append(_of_endless_runs(found[0], found[1], lengths[1] / lengths[0]))
+    return max(found, key=lambda one: one.error if math.isfinite(one.error) else -math.inf)
+
+
+def _of_endless_runs(short: Resampled, long: Resampled, times: float) -> Resampled:
+    """Return the error of runs without end, by that of short ones and of so many times as long.
+
+    What a variance lacks is in inverse proportion to the length of runs.
+
+    Source: Vats and Flegal (2022), lugsail lag windows.
+    """
+    variance = (times * long.error**2 - short.error**2) / (times - 1)
+    return Resampled(long.value, math.sqrt(max(variance, 0.0)), long.df)
 
 
 def _of_runs(

@@ -41,7 +41,7 @@ def test_unshifted_traffic_is_called_shifted_in_one_case_of_twenty_at_most() -> 
 @pytest.mark.parametrize(
     ("plant", "expected", "effect"),
     [
-        (lambda trace: at_load(trace, 1.5), "arrival_rate", 0.5),
+        (lambda trace: at_load(trace, 2.0), "arrival_rate", 1.0),
         (longer_outputs, "output_tokens_mean", 1.0),
         (longer_outputs, "output_tokens_p95", 1.0),
         (lambda trace: longer_outputs(at_load(trace, 1.5)), "in_flight_mean", 2.0),

@@ -255,7 +255,12 @@ def _reuse(sketch: TrafficSketch, lookback_s: float, weights: Floats) -> Floats:
 
 
 ERROR_RATE: Final = 0.05
-"""How often unshifted traffic may be called shifted, over all looks together (Bonferroni)."""
+"""How often unshifted traffic may be called shifted, over all looks together (Bonferroni).
+
+As long as what is alike in it, as a session is or a rate that wanders, lasts for no more than a
+twentieth of either. Of 100 pairs of hours with sessions of four minutes 7 were, of hours with
+sessions of a quarter of one, which is too little to tell by, 35.
+"""
 
 MIN_REQUESTS: Final = 200
 """Ours: ten of them lie beyond a p95."""

@@ -12,14 +12,7 @@ from typing import Any, Final, Self
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineInfo
 from tuner.replay.slo import LATENCIES
-from tuner.search.objective import (
-    WORST_SLACK,
-    Bounds,
-    is_rate,
-    moved,
-    moved_bounds,
-    named,
-)
+from tuner.search.objective import WORST_SLACK, Bounds, is_rate, moved, moved_bounds, named
 from tuner.search.race import Odds, RaceVerdict, Standing
 
 MOST_MORE_S: Final = 3600.0
