@@ -179,7 +179,7 @@ def _per_s(reached: Reached, metric: str) -> str:
 
 def _advice(at: AtLoad, best: Reached, current: Reached) -> str:
     """Return what to do at a load, and whose figures do not hold."""
-    advice = "re-tune" if at.change_pays else f"keep ({at.decision.why})"
+    advice = "re-tune" if at.change_pays else f"keep ({at.why})"
     faults = {"best": best.fault, "current": current.fault}
     if best.fault == current.fault:
         faults = {"both": best.fault}
