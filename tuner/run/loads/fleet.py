@@ -169,6 +169,26 @@ def plan_fleet(
     )
 
 
+def fewest_replicas(
+    predictor: Predictor,
+    trace: Trace,
+    limits: EngineLimits,
+    plan: ReplayPlan,
+    slos: tuple[Slo, ...],
+    most: int,
+) -> int | None:
+    """Return how many replicas keep the SLOs for a trace, None where up to so many do not.
+
+    Behind a router that goes by what each has in flight.
+
+    Raises: EngineError, ShadowError; UsageError where memory is too little.
+    """
+    aim = FleetAim(
+        slos, Router.LEAST_LOADED, devices=1, most=most, stretch_s=trace.due_s[-1] + 1.0
+    )
+    return _Sizer(predictor.as_deployed(), trace, plan, aim).fewest(0, limits, most)
+
+
 def _slower(predictor: Predictor) -> Predictor:
     """Return an engine whose steps take longer by what the profile is typically wrong."""
     profile = predictor.profile
