@@ -18,6 +18,7 @@ from tuner.cli.values import (
     LOADS,
     NAME,
     NAMES,
+    PRICE,
     SIZE,
     SLO,
     WINDOW,
@@ -141,7 +142,7 @@ KNOBS = click.option(
 )
 GPU_HOUR_PRICE = click.option(
     "--gpu-hour-price",
-    type=click.FloatRange(0, min_open=True),
+    type=PRICE,
     metavar="PRICE",
     help="What a GPU costs for an hour, to compare by cost; default: no cost is told.",
 )
