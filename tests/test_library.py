@@ -7,7 +7,7 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ def asked(trace: Path, **more: Any) -> tuner.TuningOptions:
             config=config,
             ladder=(4, 8, 16),
             budget_s=40.0,
-            method="live",  # type: ignore[arg-type]  # as people type it
+            method=tuner.Method.LIVE,
             run_dir=trace.parent / "run",
         ),
         **more,
@@ -110,6 +110,31 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Told]:
     result = tuner.tune(asked(trace), listener, source=ToySource(CROWDED, caveats=doubtful))
     assert listener.results == [result]
     return trace, listener
+
+
+def test_whatever_the_functions_take_can_be_named_by_the_package() -> None:
+    """Of what a caller has to make, or to choose from; a typed script has no other names."""
+    taken: set[str] = set()
+    for function in (tuner.read_trace, tuner.render_config, tuner.check_drift, tuner.tune):
+        taken |= set(re.findall(r"\b[A-Z]\w+", str(function.__annotations__)))
+    for option in fields(tuner.TuningOptions):
+        taken |= set(re.findall(r"\b[A-Z]\w+", str(option.type)))
+    of_python = {"None", "Path", "Sequence", "Mapping"}
+    # A parsed window, what a run is made of, another engine, and what check_drift returns.
+    of_no_caller = {"WindowChoice", "PreparedRun", "EngineSource", "Checked"}
+    assert taken - of_python - of_no_caller <= set(tuner.__all__)
+
+
+def test_a_profile_is_read_by_its_path_as_text_and_by_the_name_it_comes_with() -> None:
+    path = ROOT / "profiles" / "demo.profile.yaml"
+    assert tuner.read_profile(str(path)) == tuner.read_profile(path)
+    assert tuner.read_profile("demo") == tuner.read_profile(path)
+
+
+def test_slos_are_taken_as_people_type_them(trace: Path) -> None:
+    typed = asked(trace, slos=["ttft_p99=500ms"], method="live")
+    assert typed.slos == (tuner.Slo.parse("ttft_p99=500ms"),)
+    assert typed.method is tuner.Method.LIVE
 
 
 def test_what_is_doubtful_of_an_engine_is_so_of_predictions_from_its_profile(
@@ -220,6 +245,12 @@ def test_what_nothing_can_meet_is_an_error_with_the_nearest(trace: Path) -> None
         ({"objective": "fastest"}, "objective must be one of balanced"),
         ({"ladder": ()}, "at least 1"),
         ({"budget_s": 1.0}, "too short for one trial"),
+        ({"budget_s": float("nan")}, "--budget must end, got nan"),
+        ({"budget_s": float("inf")}, "--budget must end, got inf"),
+        ({"load_model": "closed", "concurrency": 0}, "concurrency must be at least 1"),
+        ({"request_timeout_s": float("nan")}, "time-out must be above 0 s, got nan"),
+        ({"seed": -1}, "--seed must be at least 0"),
+        ({"slos": ["ttft"]}, "is not an SLO"),
         ({"load": 0.0}, "multiple above 0"),
         ({"window": "noon"}, "window must be all"),
         ({"objective": "goodput"}, "needs at least one"),
@@ -237,6 +268,7 @@ def test_what_nothing_can_meet_is_an_error_with_the_nearest(trace: Path) -> None
             "--start-timeout is for a live engine",
         ),
         ({"run_dir": None, "is_resumed": True}, "needs its run_dir"),
+        ({"run_dir": "", "is_resumed": True}, "needs its run_dir"),
     ],
 )
 def test_options_that_cannot_be_used_are_refused_at_once(

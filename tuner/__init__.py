@@ -16,14 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tuner.drift.check import DriftVerdict
+    from tuner.drift.retune import RetuneOptions
+    from tuner.emit.names import Format
     from tuner.engine.limits import EngineLimits
     from tuner.engine.live import LiveEngine
     from tuner.errors import Caveat, TunerError
     from tuner.library import check_drift, read_trace, render_config, replay_trace, tune
+    from tuner.replay.arrivals import ClockKind, Sessions
     from tuner.replay.metrics import Measurement, measure
     from tuner.replay.plan import ReplayPlan
     from tuner.replay.slo import Slo
-    from tuner.run.options import TuningOptions
+    from tuner.run.listener import Listener
+    from tuner.run.options import Method, TraceReading, TuningOptions
     from tuner.run.result import RunResult
     from tuner.search.objective import Objective
     from tuner.search.space import SearchSpace
@@ -31,23 +35,34 @@ if TYPE_CHECKING:
     from tuner.shadow.predictor import Predictor
     from tuner.shadow.profiles import Profile, read_profile
     from tuner.traffic.describe import describe
-    from tuner.traffic.traces import Trace
+    from tuner.traffic.formats import ReadOptions
+    from tuner.traffic.traces import LoadModel, TooLong, Trace
     from tuner.traffic.windows import Window
 
 _HOMES = {
     "Caveat": "errors",
+    "ClockKind": "replay.arrivals",
     "DriftVerdict": "drift.check",
     "EngineLimits": "engine.limits",
+    "Format": "emit.names",
+    "Listener": "run.listener",
     "LiveEngine": "engine.live",
+    "LoadModel": "traffic.traces",
     "Measurement": "replay.metrics",
+    "Method": "run.options",
     "Objective": "search.objective",
+    "Predictor": "shadow.predictor",
     "Profile": "shadow.profiles",
+    "ReadOptions": "traffic.formats",
     "ReplayPlan": "replay.plan",
+    "RetuneOptions": "drift.retune",
     "RunResult": "run.result",
     "SearchSpace": "search.space",
-    "Predictor": "shadow.predictor",
+    "Sessions": "replay.arrivals",
     "Slo": "replay.slo",
+    "TooLong": "traffic.traces",
     "Trace": "traffic.traces",
+    "TraceReading": "run.options",
     "Trial": "search.trials",
     "TunerError": "errors",
     "TuningOptions": "run.options",
@@ -65,18 +80,28 @@ _HOMES = {
 
 __all__ = [
     "Caveat",
+    "ClockKind",
     "DriftVerdict",
     "EngineLimits",
+    "Format",
+    "Listener",
     "LiveEngine",
+    "LoadModel",
     "Measurement",
+    "Method",
     "Objective",
     "Predictor",
     "Profile",
+    "ReadOptions",
     "ReplayPlan",
+    "RetuneOptions",
     "RunResult",
     "SearchSpace",
+    "Sessions",
     "Slo",
+    "TooLong",
     "Trace",
+    "TraceReading",
     "Trial",
     "TunerError",
     "TuningOptions",

@@ -49,9 +49,9 @@ def read_trace(
 ) -> Trace:
     """Return the recorded traffic in a file, a folder, or several of them together.
 
-    `format` is one of `tune trace --help`, None for what the first bytes show. `rows` says
-    what becomes of rows that can be read in more than one way. Files may be packed with gzip or
-    zstd; "-" is standard input.
+    `format` is one of those of traces/README.md, None for what the first bytes show. `rows`
+    says what becomes of rows that can be read in more than one way. Files may be packed with
+    gzip or zstd; "-" is standard input.
 
     Shapes: one row a request, in the order of arrival; `due_s`, `prompt_tokens` and
         `output_tokens` are [n].

@@ -65,6 +65,9 @@ BAD_INPUT = [
         "verify --trace t.jsonl --slo decode_step_p50=9ms",
         ("decode_step_p50=0.009s cannot be verified", "tpot or itl"),
     ),
+    ("trace inspect t.jsonl --hash-block-size 99999999999999999999", ("--hash-block-size",)),
+    ("plan --fleet --slo e2e_p90=2s --gpu-hour-price nan", ("--gpu-hour-price", "got 'nan'")),
+    ("--trace t.jsonl --tuning none.yaml", ("none.yaml does not exist", "check its path")),
     ("profile fit --recording gone.jsonl", ("gone.jsonl: no such file",)),
     ("--trace words.jsonl", ("words.jsonl line 2", "is not JSON")),
     ("--trace lacks.jsonl", ("lacks.jsonl line 2", "lacks output_length")),
@@ -144,6 +147,32 @@ def test_bad_input_is_reported_in_one_form_before_anything_starts(
         assert words in err
     assert sorted(folder.rglob("*")) == before
     assert multiprocessing.active_children() == []
+
+
+def test_a_server_that_does_not_answer_is_known_before_anything_is_predicted(
+    folder: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tuner.cli.verify.EngineProcess", lambda *_: pytest.fail("started"))
+    typed = ["verify", "--trace", str(folder / "t.jsonl"), "--url", "http://127.0.0.1:1"]
+    assert run(typed) == 4
+    assert "127.0.0.1:1/v1/models does not answer" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_no_defect(folder: Path) -> None:
+    code = "from tuner.cli import main; main()"
+    for words in ("explain", "trace inspect t.jsonl", "trace convert t.jsonl", "--help"):
+        with Path("/dev/full").open("w") as full:
+            done = subprocess.run(
+                [sys.executable, "-c", code, *words.split()],
+                cwd=folder,
+                stdout=full,
+                stderr=subprocess.PIPE,
+                text=True,
+                check=False,
+            )
+        assert done.returncode == 2
+        assert "cannot be written: No space left on device\nhint:  free" in done.stderr
+        assert "Traceback" not in done.stderr
 
 
 def without(missing: str, folder: Path) -> dict[str, str]:

@@ -175,10 +175,27 @@ def test_slos_are_named_and_what_they_bound_is_compared() -> None:
     assert [line.split()[0] for line in told].count("tpot_p99") == 1
 
 
-def test_an_unfinished_run_says_that_nothing_was_raced() -> None:
-    best = replace(CHANGE, why=UNFINISHED)
-    text = "\n".join(comments(made(best, state="interrupted"), "best.yaml", "runs/x"))
-    assert "interrupted: best so far, not raced against the current values" in text
+def test_an_unfinished_run_says_whether_anything_was_raced(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    best = replace(CHANGE, why=UNFINISHED, rounds=0, gain=None)
+    raced = made(best, state="interrupted")
+    rows = tuple(replace(row, rounds=0, change_interval=None) for row in raced.evidence)
+    for result, left, how in (
+        (raced, "it had yet to decide", "2 rounds in turns"),
+        (
+            replace(raced, evidence=rows),
+            "not raced against the current values",
+            "predicted, not raced",
+        ),
+    ):
+        text = "\n".join(comments(result, "best.yaml", "runs/x"))
+        assert f"interrupted: best so far, {left}" in text
+        assert how in text
+        show_outcome(result, "")
+        told = capsys.readouterr().err
+        assert f"interrupted: best so far, {left}" in told
+        assert f"against the current configuration, {how}" in told
 
 
 def test_cold_engines_that_showed_nothing_to_compare_confirm_nothing() -> None:

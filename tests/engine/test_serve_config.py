@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from support.emit_parts import vllm_serve_parser
+from tuner.engine.limits import EngineLimits
 from tuner.engine.serve_config import (
     FLAGS_WITHOUT_NO,
     INTEGER_KEYS,
@@ -92,6 +93,8 @@ def test_a_false_in_a_file_is_the_default_as_for_vllm_serve_and_is_told_once(
             "servingEngineSpec: {modelSpec: []}\n",
             "is a values file of the vLLM Production Stack",
         ),
+        ("schema: 4\nkv_starts: []\nagreement:\n", "is a profile of this tool"),
+        ("objective: balanced\nslo: []\n", "is a preset for --tuning"),
     ],
 )
 def test_a_file_that_vllm_would_misread_is_refused_by_name_and_key(
@@ -103,6 +106,11 @@ def test_a_file_that_vllm_would_misread_is_refused_by_name_and_key(
     assert str(path) in caught.value.message
     assert shown in caught.value.message
     assert caught.value.hint
+
+
+def test_limits_that_no_engine_counts_to_are_refused() -> None:
+    with pytest.raises(UsageError, match="at most 2,147,483,647, got 99999999999999999999"):
+        EngineLimits(8, 99999999999999999999)
 
 
 def test_a_key_that_overrides_a_merged_one_is_no_double(tmp_path: Path) -> None:

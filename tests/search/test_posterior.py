@@ -462,6 +462,18 @@ def test_a_keep_says_how_probably_which_other_setting_is_better_and_what_keeping
     assert "other hours" not in odds.text
 
 
+def test_one_that_may_break_a_bound_is_not_said_to_be_no_better() -> None:
+    """It is faster by far, and just does not surely keep its SLO."""
+    for used, why in (
+        (0.95, "nothing that surely keeps its bounds is better by 1% in the mean"),
+        (None, "nothing is better by 1% in the mean"),
+    ):
+        cost = 1.5 if used else 2.5
+        point = score(2.0, slo=used and 0.5), score(cost, slo=used)
+        found = draws(*point, error=0.01, common=0.1).decide(CURRENT)
+        assert (found.winner, found.best, found.why) == (CURRENT, CURRENT, why)
+
+
 def test_of_a_setting_that_is_alone_no_odds_against_itself_are_told() -> None:
     odds = draws(score(2.0)).decide(CURRENT).odds
     assert odds is not None

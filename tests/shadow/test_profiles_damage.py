@@ -92,7 +92,7 @@ def put(*keys: str | int, value: object) -> Callable[[dict[str, Any]], object]:
         (put("engine", "captured_sizes_tokens", value=[4, 2]), "engine: captured_sizes"),
         (put("made_at", value="yesterday"), "made_at must be as 2026-01-31T12:00:00Z"),
         (put("made_at", value="2026-01-31T12:00:00+02:00"), "made_at"),
-        (lambda d: d.pop("schema"), f"schema must be {SCHEMA}, got None"),
+        (lambda d: d.pop("schema"), "is no profile: it has no schema"),
         (put("schema", value=SCHEMA + 1), f"schema must be {SCHEMA}, got {SCHEMA + 1}"),
         (put("schema", value=str(SCHEMA)), f"schema must be {SCHEMA}, got '{SCHEMA}'"),
         (put("schema", value=True), f"schema must be {SCHEMA}, got True"),

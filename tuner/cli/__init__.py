@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import select
@@ -16,13 +17,14 @@ import click
 
 from tuner.cli.commands import tune as tune_command
 from tuner.cli.options import as_usage_error
-from tuner.errors import TunerError
+from tuner.errors import TunerError, UsageError
 from tuner.redact import redacted_text
 
 _COMPLETE = "_TUNE_COMPLETE"
 """The variable by which a shell asks for completions, named as click's own scripts do."""
 
 
+_FULL = {errno.ENOSPC, errno.EDQUOT}
 _HELPS = {"-h", "--help", "--version"}
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -75,6 +77,7 @@ def run(arguments: list[str]) -> int:  # noqa: PLR0911 - one return per way to e
             context = tune_command.make_context("tune", list(arguments))
             with context:
                 code = tune_command.invoke(context)
+                sys.stdout.flush()
     except click.exceptions.Exit as leave:
         return leave.exit_code
     except click.ClickException as complaint:
@@ -86,14 +89,25 @@ def run(arguments: list[str]) -> int:  # noqa: PLR0911 - one return per way to e
         click.echo("interrupted", err=True)
         return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _print_no_more()
         return 141
-    except Exception:  # noqa: BLE001 - the one place where a defect of ours may surface
+    except Exception as defect:  # noqa: BLE001 - the one place where one of ours may surface
+        if isinstance(defect, OSError) and defect.errno in _FULL:
+            _print_no_more()
+            where = "free space where the output goes, and for temporary files"
+            return _reported(
+                UsageError(f"what is told cannot be written: {defect.strerror}", where)
+            )
         click.echo(redacted_text(traceback.format_exc()), err=True)
         click.echo("error: this is a defect of tune, not of your input", err=True)
         click.echo("hint:  report it together with the lines above", err=True)
         return 1
     return int(code or 0)
+
+
+def _print_no_more() -> None:
+    """Let what is still to be printed vanish: the interpreter would fail with it at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _reported(error: TunerError) -> int:

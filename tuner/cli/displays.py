@@ -274,6 +274,8 @@ def _show_advice(outcome: RunResult, advice: Advice) -> None:
     if outcome.knobs is not None and outcome.knobs.is_deployed:
         say(outcome.knobs.together)
         say("the limits alone:")
+    if outcome.cut_off:
+        say(outcome.cut_off)
     if advice.is_change:
         why = f": {advice.for_bounds}" if advice.for_bounds else ""
         say(f"change to {_words(advice.limits)} (current: {_words(outcome.current)}){why}")

@@ -10,7 +10,19 @@ import click
 import cloup
 from click.core import ParameterSource
 
-from tuner.cli.values import DURATION, FILE, LADDER, LOAD, LOADS, NAME, NAMES, SIZE, SLO, WINDOW
+from tuner.cli.values import (
+    DURATION,
+    FILE,
+    LADDER,
+    LOAD,
+    LOADS,
+    NAME,
+    NAMES,
+    PRICE,
+    SIZE,
+    SLO,
+    WINDOW,
+)
 from tuner.emit.names import Format
 from tuner.errors import TunerError, UsageError
 
@@ -130,7 +142,7 @@ KNOBS = click.option(
 )
 GPU_HOUR_PRICE = click.option(
     "--gpu-hour-price",
-    type=click.FloatRange(0, min_open=True),
+    type=PRICE,
     metavar="PRICE",
     help="What a GPU costs for an hour, to compare by cost; default: no cost is told.",
 )

@@ -85,6 +85,16 @@ def _load(text: str) -> float:
     return load
 
 
+def _price(text: str) -> float:
+    try:
+        price = float(text)
+    except ValueError:
+        price = math.nan
+    if not 0 < price < math.inf:
+        raise UsageError(f"must be a number above 0, got {text!r}", "for example 2.5")
+    return price
+
+
 # More would be no curve any more, but a slip of the pen: ours.
 _MOST_LOADS = 200
 
@@ -184,6 +194,7 @@ SLO = Parsed("slo", _slo)
 LADDER = Parsed("caps", _ladder)
 LOAD = Parsed("multiple", _load)
 LOADS = Parsed("multiples", _loads)
+PRICE = Parsed("price", _price)
 SHARE = Parsed("share", _share)
 SIZE = Parsed("size", _size)
 NAMES = Parsed("names", lambda text: tuple(filter(None, map(str.strip, text.split(",")))))

@@ -133,7 +133,10 @@ def run_verify(options: VerifyOptions) -> int:
 def _verify(options: VerifyOptions, folder: Path) -> None:
     """Verify and print, with the logs in a folder."""
     engine = options.engine.choose()
-    if not options.url:
+    if options.url:
+        # Asked before the prediction, which takes minutes.
+        find_endpoint(options.url.rstrip("/"), _login(engine.values))
+    else:
         _check_port(engine.values)
     traffic = options.traffic.read()
     plan = options.traffic.plan(traffic.trace)

@@ -8,7 +8,6 @@ from typing import Any, Final
 from tuner.errors import UsageError
 from tuner.run.records import Advice, TraceRecord
 from tuner.run.result import NOTHING_FEASIBLE, RunResult
-from tuner.search.race import UNFINISHED
 from tuner.search.trials import ranked
 
 DECIDED_BY: Final = "decided by "
@@ -35,10 +34,7 @@ def comments(result: RunResult, file_name: str, run_dir: str) -> list[str]:
         f"{_how(result, advice)}",
         f"objective {result.objective}, {_slos(result)}",
     ]
-    if result.state != "complete" and advice.why == UNFINISHED:
-        lines.append(f"{result.state}: best so far, not raced against the current values")
-    elif result.state != "complete":
-        lines.append(f"{result.state} once this was decided: not all may be told beside it")
+    lines += [result.cut_off] if result.cut_off else []
     before = f"max-num-seqs {current.max_num_seqs}, max-num-batched-tokens "
     before += str(current.max_num_batched_tokens)
     decisive_first = sorted(result.evidence, key=lambda row: row.metric != advice.gain_metric)

@@ -135,7 +135,7 @@ def _target(answer: GateAnswer) -> int:
 
 
 def _scaling_notes(answer: GateAnswer) -> list[str]:
-    needed = (f"{at.load:g} x: {answer.replicas(at.load)}" for at in answer.loads)
+    needed = (f"{at.load:g} x: {at.replicas}" for at in answer.loads)
     return [
         f"a replica holds {answer.capacity:.2g} x the recorded load within the SLOs, with "
         f"{answer.in_flight:.2g} requests in flight; replicas by load: {', '.join(needed)}",

@@ -7,13 +7,16 @@ from typing import Self
 
 from tuner.errors import UsageError
 
+MAX_LIMIT = (1 << 31) - 1
+"""The largest number of 32 bits."""
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class EngineLimits:
     """The two scheduler limits that are tuned, in vLLM's own words.
 
     Raises: UsageError if a limit is below 1 or the token budget is below the cap, which vLLM
-        refuses too.
+        refuses too, and for what does not fit into the 32 bits that its kernels count in.
 
     >>> EngineLimits(8, 2048) < EngineLimits(16, 512)
     True
@@ -31,6 +34,13 @@ class EngineLimits:
                 f"max_num_batched_tokens must be at least max_num_seqs ({self.max_num_seqs}), "
                 f"got {self.max_num_batched_tokens}",
                 "vLLM refuses such a pair; raise the token budget or lower the cap",
+            )
+
+        if self.max_num_batched_tokens > MAX_LIMIT:
+            raise UsageError(
+                f"max_num_batched_tokens must be at most {MAX_LIMIT:,}, "
+                f"got {self.max_num_batched_tokens}",
+                "the default of vLLM is between 2,048 and 16,384",
             )
 
     def within(self, ceiling: Self) -> bool:

@@ -94,11 +94,13 @@ ON_OR_CHOSEN: Final = frozenset(
 Source: the switches of vLLM 0.32.0's make_arg_parser whose default is not False.
 """
 
-MANIFESTS: Final = {
+NO_CONFIGURATIONS: Final = {
     "apiVersion": "a Kubernetes manifest",
     "kind": "a Kubernetes manifest",
     "services": "a Docker Compose file",
     "servingEngineSpec": "a values file of the vLLM Production Stack",
+    "kv_starts": "a profile of this tool",
+    "objective": "a preset for --tuning",
 }
 """What a file is of which a key at the top is none of vLLM's."""
 
@@ -271,7 +273,7 @@ def read_config(path: Path) -> ServeConfig:
             f"{path} must hold keys and values, as in `max-num-seqs: 32`, got {got}",
             hint="see `vllm serve --help` for the keys; each becomes --key",
         )
-    for key, what in MANIFESTS.items():
+    for key, what in NO_CONFIGURATIONS.items():
         if key in loaded:
             raise UsageError(
                 f"{path} is {what}, as it has {key}, and no configuration of "
@@ -425,9 +427,7 @@ def _load(path: Path) -> object:
     try:
         loaded: object = parse_yaml(path.read_bytes())
     except FileNotFoundError:
-        raise UsageError(
-            f"{path} does not exist", hint="check the path after --config"
-        ) from None
+        raise UsageError(f"{path} does not exist", hint="check its path") from None
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:

@@ -86,7 +86,7 @@ class ReplayPlan:
             raise UsageError(
                 "a gate turns away arrivals, and needs --load-model open without static batches"
             )
-        if self.timeout_s is not None and self.timeout_s <= 0:
+        if self.timeout_s is not None and not self.timeout_s > 0:
             raise UsageError(f"the request time-out must be above 0 s, got {self.timeout_s:g}")
 
     @property

@@ -132,13 +132,13 @@ def _says(explored: Explored, i: int) -> str:
     head = "no setting meets the SLOs; nearest is" if at.is_hopeless else "the best is"
     text = f"{_at(explored.loads[i])}{rate} {head} {_figure_text(best, metric)}"
     if best.limits == current.limits:
-        why = "" if at.is_hopeless else f": {at.decision.why}"
+        why = "" if at.is_hopeless else f": {at.why}"
         return f"{text}, which is the current configuration{why}"
     text = f"{text}; the current configuration is {_figure_text(current, metric)}"
     if at.is_hopeless:
         return text
     advice = "change" if at.change_pays else "keep it"
-    return f"{text}: {advice}, {at.decision.why}"
+    return f"{text}: {advice}, {at.why}"
 
 
 def _figure_text(reached: Reached, metric: str) -> str:

@@ -63,7 +63,7 @@ def _state(result: RunResult) -> list[str]:
         left = (
             "it had decided by then, and not all may be told beside that"
             if is_decided
-            else "best so far, nothing confirmed"
+            else "the best so far is told"
         )
         sentences.append(f"this run is not complete ({result.state}): {left}")
     if result.method == "shadow":
@@ -80,7 +80,8 @@ def _gain(run: RunFiles) -> list[str]:
     if advice.is_change:
         against = f"against the current {limits_words(run.current)}"
         gain = gain_words(result, advice)
-        first = f"{gain} {against}" if gain else f"better {against}: {advice.why}"
+        found = "best so far" if advice.why == UNFINISHED else "better"
+        first = f"{gain} {against}" if gain else f"{found} {against}: {advice.why}"
         return [first, *filter(None, [advice.for_bounds]), *_odds(advice)]
     if run.shown == run.current:
         return [advice.why, *_odds(advice)]

@@ -286,7 +286,7 @@ def _marks(
         }
         text = f"{' and '.join(names)} {cap}"
         # Neighbouring names stand at different heights, so that they do not cover each other.
-        notes.append({**place, "text": text, "showarrow": False, "yshift": 15 * (level % 2)})
+        notes.append({**place, "text": text, "showarrow": False, "yshift": 13 * level})
     return lines, notes
 
 

@@ -13,6 +13,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.serve_config import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
 from tuner.errors import UsageError
 from tuner.replay.arrivals import ClockKind, Sessions
+from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import START_TIMEOUT_S
 from tuner.replay.slo import Slo
 from tuner.run.inputs import ReplaySettings
@@ -157,7 +158,7 @@ class TuningOptions(RunOptions):
             "clock": _member(ClockKind, self.clock, "clock"),
             "too_long": _member(TooLong, self.too_long, "too_long"),
             "method": _member(Method, self.method, "method"),
-            "slos": tuple(self.slos),
+            "slos": tuple(_slo(slo) for slo in self.slos),
             "ladder": tuple(self.ladder),
             "knobs": tuple(dict.fromkeys(knob_named(name).name for name in self.knobs)),
             "variants": checked_variants(self.variants),
@@ -168,6 +169,8 @@ class TuningOptions(RunOptions):
         for name, value in chosen.items():
             object.__setattr__(self, name, value)
         Budget(self.budget_s)
+        # Whether it will be closed the trace says; either takes this concurrency and time-out.
+        ReplayPlan(LoadModel.CLOSED, self.concurrency, timeout_s=self.request_timeout_s)
         self._check_numbers()
         Scoring(self.objective, tuple(self.slos), "p99")
         self._check_method()
@@ -202,7 +205,9 @@ class TuningOptions(RunOptions):
                 f"--start must be one of {', '.join(STARTING_POINTS)}, got {self.start!r}",
                 "leave it out to start from your own configuration",
             )
-        if self.is_resumed and self.run_dir is None:
+        if self.seed < 0:
+            raise UsageError(f"--seed must be at least 0, got {self.seed}")
+        if self.is_resumed and not self.run_dir:
             raise UsageError("a run that is resumed needs its run_dir", "name its directory")
 
     def _check_method(self) -> None:
@@ -253,6 +258,11 @@ def _member(kind: type[Choice], value: str, name: str) -> Choice:
     except ValueError:
         known = ", ".join(kind)
         raise UsageError(f"{name} must be one of {known}, got {value!r}") from None
+
+
+def _slo(given: object) -> Slo:
+    """Return an SLO, or that of the text that `--slo` takes. Raises: UsageError."""
+    return given if isinstance(given, Slo) else Slo.parse(str(given))
 
 
 def _window_choice(window: WindowChoice | Window | str | None) -> WindowChoice | None:

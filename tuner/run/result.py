@@ -33,6 +33,7 @@ from tuner.run.records import (
 )
 from tuner.run.variants.records import VariantComparison
 from tuner.search.objective import Objective, moved, moved_bounds
+from tuner.search.race import UNFINISHED
 from tuner.search.trials import Phase, Trial, predictions
 from tuner.stats import Estimate
 
@@ -114,9 +115,21 @@ class RunResult:
         What a round has shown of others may make best who did not race.
         """
         advice = self.recommendation
-        if advice is None or not advice.rounds:
-            return False
-        return not self.evidence or any(row.rounds for row in self.evidence)
+        if advice is None or self.evidence:
+            return any(row.rounds for row in self.evidence)
+        return bool(advice.rounds)
+
+    @property
+    def cut_off(self) -> str:
+        """What a run that has not come to its end leaves open, empty for one that has."""
+        advice = self.recommendation
+        if self.state == "complete" or advice is None:
+            return ""
+        if advice.why != UNFINISHED:
+            return f"{self.state} once this was decided: not all may be told beside it"
+        not_raced = "not raced against the current values"
+        left = "it had yet to decide" if self.is_raced else not_raced
+        return f"{self.state}: best so far, {left}"
 
     @property
     def decisive_row(self) -> MetricChange | None:
@@ -141,11 +154,12 @@ class RunResult:
     def how_raced(self) -> str:
         """On which live replays the gain that is shown rests, in words."""
         advice = self.recommendation
-        if advice is None or not advice.rounds:
-            return "predicted, not raced"
         # Rounds of others are none of the pair that is shown.
-        own = max((row.rounds for row in self.evidence), default=0) or advice.rounds
-        rounds = f"{own} round{'' if own == 1 else 's'}"
+        own = max((row.rounds for row in self.evidence), default=0)
+        n = own or (0 if advice is None else advice.rounds)
+        if not n:
+            return "predicted, not raced"
+        rounds = f"{n} round{'' if n == 1 else 's'}"
         if self.is_raced:
             return f"{rounds} in turns"
         trace = self.provenance.trace

@@ -51,6 +51,8 @@ class Budget:
 
     def __post_init__(self) -> None:
         """Refuse a budget in which nothing could be measured."""
+        if not math.isfinite(self.total_s):
+            raise UsageError(f"--budget must end, got {self.total_s:g} s", "for example 45m")
         if self.total_s < MIN_BUDGET_S:
             raise UsageError(
                 f"--budget {self.total_s:g}s is too short for one trial, "

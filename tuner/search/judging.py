@@ -91,10 +91,14 @@ def is_better(pair: Floats, column: int) -> Bools:
     return better
 
 
-def why_of(odds: Odds, confidence: float, *, is_same: bool) -> str:
-    """Say in a line why the answer is what it is."""
+def why_of(odds: Odds, confidence: float, *, is_same: bool, may_rival_be: bool = True) -> str:
+    """Say in a line why the answer is what it is.
+
+    `may_rival_be` says whether the rival of a current setting that is kept may be the answer.
+    """
     if is_same:
-        return f"nothing is better by {TIE_LOSS:.0%} in the mean"
+        of = "" if may_rival_be else " that surely keeps its bounds"
+        return f"nothing{of} is better by {TIE_LOSS:.0%} in the mean"
     if odds.meets_more:
         bounds = _bounds(odds)
         return f"{bounds} with probability {confidence:g}, which the current one does not"

@@ -242,7 +242,9 @@ class Draws:
             tied=tuple(sorted(self.settings[i] for i in tied)),
             gain=None if best == now else ratio_of(elsewhere[:, :, column]),
             rounds=rounds,
-            why=why_of(odds, confidence, is_same=best == now),
+            why=why_of(
+                odds, confidence, is_same=best == now, may_rival_be=bool(judged.field[rival])
+            ),
             metric=judged.metric,
             gain_here=None if best == now else ratio_of(self.here[:, [best, now], column]),
             is_predicted=not rounds and self.basis != LIVE_ALONE,

@@ -22,7 +22,7 @@ CONFIDENCE = 0.9
 MAX_ROUNDS = 8
 # What is lost at most in a draw, as where a setting fails: ours, so that a mean exists.
 MAX_LOSS = 10.0
-UNFINISHED = "unfinished"
+UNFINISHED = "the run has not ended"
 """Why the best so far is named where a run ended before it had decided."""
 OTHER_TRAFFIC = "other traffic of the kind and the model's error"
 """What odds and intervals are over where other traffic than the recorded can be drawn."""

@@ -253,18 +253,20 @@ def write_profile(path: Path, profile: Profile) -> None:
     write_atomic(path, head + body, hint="name another file, or free space there")
 
 
-def read_profile(path: Path) -> Profile:
-    """Return the profile that a file holds.
+def read_profile(path: str | Path) -> Profile:
+    """Return the profile that a file holds, or that of a name which comes with this package.
 
     Nothing is guessed: a missing or unknown key, another type and a figure that cannot be are
     all refused, because every one of them would change predictions in silence.
 
     Raises: UsageError, naming the file and the key.
     """
-    data = _load(path)
+    data = _load(Path(path))
     if not isinstance(data, dict):
         raise UsageError(f"{path} must hold keys and values, got {reprlib.repr(data)}", _REMAKE)
     schema = data.pop("schema", None)
+    if schema is None:
+        raise UsageError(f"{path} is no profile: it has no schema", _REMAKE)
     if type(schema) is not int or schema != SCHEMA:
         raise UsageError(f"{path}: schema must be {SCHEMA}, got {schema!r}", _REMAKE)
     try:

@@ -348,7 +348,10 @@ class RecordedRequests:
                 spans.append((path, min(ends_s), max(ends_s)))
             begun += rows
         if not begun:
-            raise UsageError("the recording holds no request with a token and its times")
+            raise UsageError(
+                "the recording holds no request with a token and its times",
+                "record the server with TUNE_RECORD: its rows have ttft_s and e2e_s",
+            )
         _check_one_engine("requests", spans)
         begun.sort(key=lambda row: row.ends_s)
 

@@ -120,6 +120,8 @@ class HashIds:
         return hits
 
 
+MAX_SIZE = 1 << 31
+"""Ours: a size of a block, or a number of rows, is below it."""
 MISFIT_HINT = "set block_size to the one the ids were recorded with (Mooncake: 512)"
 
 

@@ -244,6 +244,30 @@ def test_a_stretch_without_a_request_takes_one_replica(
         assert [one["start_s"] for one in way["stretches"]] == [0.0, 300.0]
 
 
+def test_a_fleet_says_what_it_does_not_keep_and_of_what_it_needs_how_many(
+    files: tuple[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rows = [json.loads(line) for line in Path(files[1]).read_text().splitlines()]
+    long = [{**row, "arrived_at_s": row["arrived_at_s"] + 60.0} for row in rows[:50]]
+    long = [{**row, "output_length": 10 * row["output_length"]} for row in long]
+    trace = tmp_path / "long.jsonl"
+    trace.write_text("".join(f"{json.dumps(row)}\n" for row in (*rows, *long)))
+    command = ["plan", "--profile", files[0], "--trace", str(trace), "--force-profile"]
+    asked = [*command, "--fleet", "--slo", "e2e_p90=2s", "--stretch", "60s"]
+    assert run([*asked, "--json"]) == 0
+    told = json.loads(capfd.readouterr().out)
+    needed = {tuple(one["limits"].values()): one["replicas"] for one in told["needed"]}
+    assert run(asked) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert (
+        "keep e2e_p90=2s but in 1 of 2 stretches, where up to 64 do not; predicted" in lines[0]
+    )
+    best, current = (needed[tuple(told[name].values())] for name in ("limits", "current"))
+    assert (
+        f"the busiest stretch by itself needs {best}, at the current 4/512 {current}" in lines
+    )
+
+
 def test_in_a_closed_loop_one_load_is_predicted(
     files: tuple[str, str], capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,6 +17,7 @@ from tuner.run.loads.fleet import FleetAim, FleetPlan, plan_fleet
 from tuner.search.space import SearchSpace
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.step_model import StepModel
+from tuner.traffic.prefixes import HashIds
 from tuner.traffic.reshape import Router
 from tuner.traffic.traces import Trace
 
@@ -47,6 +48,12 @@ def traffic(*rates: int) -> Trace:
     due_s = np.concatenate(
         [100.0 * i + np.arange(100 * rate) / rate for i, rate in enumerate(rates)]
     )
+    return Trace(due_s, np.full(due_s.size, 4), np.full(due_s.size, 20))
+
+
+def in_bursts(*bursts: tuple[float, int]) -> Trace:
+    """Return requests that come within a second, so many from each instant on."""
+    due_s = np.concatenate([at_s + np.arange(n) / n for at_s, n in bursts])
     return Trace(due_s, np.full(due_s.size, 4), np.full(due_s.size, 20))
 
 
@@ -90,6 +97,56 @@ def test_limits_that_need_fewer_replicas_are_found() -> None:
     assert found.needed[EIGHT] == 3
     assert found.needed[found.limits] == 1
     assert [way.name for way in found.ways] == ["fixed"]
+
+
+def test_limits_are_found_also_where_no_number_of_replicas_serves_the_current_ones() -> None:
+    """All prompts begin alike, and the prefix router lets 32 wait for who has it."""
+    trace = traffic(22)
+    ids = [(1, 2)] * len(trace)
+    alike = replace(
+        trace, prompt_tokens=np.full(len(trace), 32), hashes=HashIds.from_rows(ids, 16)
+    )
+    aim = replace(AIM, router=Router.PREFIX)
+    found = planned(alike, aim, caps=(2, 4, 8, 16, 32))
+    assert found.needed == {EIGHT: None, EngineLimits(32, 2048): 1}
+
+
+def test_a_stretch_whose_burst_is_worked_off_in_it_needs_no_more_replicas() -> None:
+    trace = in_bursts((0.0, 80), (100.0, 60), (200.0, 60))
+    found = planned(trace, replace(AIM, slos=(Slo.parse("e2e_p90=12s"),), most=64))
+    assert found.needed == {EIGHT: 1}
+    # What comes after the last is not known: there it counts as a load that goes on.
+    assert [one.replicas for one in found.ways[1].stretches] == [1, 1, 8]
+
+
+def test_a_stretch_that_no_number_serves_takes_no_more_replicas() -> None:
+    trace = traffic(22, 4)
+    output = np.where((trace.due_s > 100) & (np.arange(len(trace)) % 10 == 0), 60, 20)
+    found = planned(replace(trace, output_tokens=output))
+    for way in found.ways:
+        assert [one.start_s for one in way.breaks] == [100.0]
+    assert [way.replicas for way in found.ways[:2]] == [3, 3]
+
+
+def test_a_stretch_is_judged_by_the_slos_that_its_requests_carry() -> None:
+    """One of sixty takes too long: of so few that says nothing of the 99th percentile."""
+    trace = in_bursts((0.0, 0), *((float(s), 22) for s in range(100)), (150.0, 30), (180.0, 30))
+    output = np.where(np.arange(len(trace)) == len(trace) - 1, 60, 20)
+    aim = replace(AIM, slos=(*AIM.slos, Slo.parse("e2e_p90=4s")), start_s=1.0)
+    fixed, by_stretch, _ = planned(replace(trace, output_tokens=output), aim).ways
+    assert not fixed.breaks
+    assert [one.replicas for one in by_stretch.stretches] == [3, 1]
+
+
+def test_a_queue_takes_one_more_replica_in_the_stretch_that_it_is_left_to() -> None:
+    """Also where nothing comes in a stretch before."""
+    trace = traffic(6, 0, 20, 6)
+    late = Trace(np.full(150, 299.0), np.full(150, 4), np.full(150, 20))
+    due_s = np.concatenate([trace.due_s, late.due_s])
+    trace = Trace(np.sort(due_s), np.full(due_s.size, 4), np.full(due_s.size, 20))
+    _, by_stretch, _ = planned(trace, replace(AIM, slos=(Slo.parse("e2e_p90=1.4s"),))).ways
+    assert [one.replicas for one in by_stretch.stretches] == [1, 3, 2]
+    assert not by_stretch.breaks
 
 
 def test_slower_steps_than_stated_may_take_another_replica() -> None:

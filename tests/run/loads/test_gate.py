@@ -11,9 +11,12 @@ import pytest
 
 from support.gate_parts import LIMITS, LOADS, PREDICTOR, a_gate, a_workload
 from tuner.errors import NoFeasibleConfigError, UsageError
-from tuner.replay.metrics import Measurement
+from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
+from tuner.replay.runner import holds
 from tuner.run.loads.gate import GateAnswer, find_gate, goodput_per_s
+from tuner.shadow.fleet import Fleet, simulate_fleet
+from tuner.shadow.prepared import PreparedTrace
 from tuner.traffic.resample import at_load
 from tuner.traffic.windows import Window
 
@@ -102,9 +105,28 @@ def test_as_many_replicas_as_a_load_takes() -> None:
     answer = a_gate()
     assert answer.capacity is not None
     assert 0.5 < answer.capacity < 2.0
-    assert answer.replicas(0.5) == 1
-    assert answer.replicas(2.0) == 2
+    assert [at.replicas for at in answer.loads] == [1, 2]
     assert (answer.in_flight or 0.0) > 0
+
+
+def test_replicas_share_the_bursts_that_are_too_much_for_one() -> None:
+    workload = a_workload("ttft_p95=1s")
+    (piece,) = workload.pieces
+    second = np.floor(piece.due_s)
+    # All requests of every fourth second come at once.
+    due_s = np.sort(np.where(second % 4 == 0, second, piece.due_s))
+    bursty = replace(workload, pieces=(replace(piece, due_s=due_s),))
+    answer = find_gate(PREDICTOR, LIMITS, bursty, (6.0,))
+    (at,), alone = answer.loads, 6.0 / (answer.capacity or 0.0)
+    prepared = PreparedTrace(at_load(bursty.pieces[0], 6.0), bursty.plan)
+
+    def keeps(replicas: int) -> bool:
+        engine, fleet = PREDICTOR.simulated(LIMITS), Fleet(replicas)
+        log = simulate_fleet(engine, prepared, LIMITS, bursty.plan, fleet).log
+        return holds(measure([log], bursty.slos), bursty.slos)
+
+    kept = [count for count in range(1, 20) if keeps(count)]
+    assert at.replicas == min(kept) < alone
 
 
 def test_requests_that_all_come_at_one_instant_are_not_taken_for_refused_ones() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from support.surface_parts import CURRENT, LOADS, PREDICTOR, SPACE, TRACE, a_surface
@@ -10,6 +12,7 @@ from tuner.replay.metrics import Measurement
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.runner import Failure, holds
 from tuner.run.loads.surface import Reached, Surface
+from tuner.search.objective import WORST_SLACK
 
 
 @pytest.fixture(scope="module")
@@ -90,3 +93,18 @@ def test_a_replay_that_failed_has_a_cause_and_no_figure(surface: Surface) -> Non
     assert failed.value("e2e_p95") is None
     told = failed.as_json("p95")
     assert (told["cause"], told["requests_per_s"]) == ("no blocks are left", None)
+
+
+def test_one_metric_is_told_of_a_load_with_its_values_and_their_ratio(
+    surface: Surface,
+) -> None:
+    """Where the share of an SLO decides, though the best setting meets all of them."""
+    at = surface.loads[1]
+    by_slo = replace(at, decision=replace(at.decision, metric=WORST_SLACK))
+    for one in (at, by_slo):
+        told, metric = one.as_json(CURRENT, surface.tail), one.decision.metric
+        assert told["metric"] == metric
+        assert told["value"] == one.score(one.decision.best).value_of(metric)
+        assert told["current_value"] == one.score(CURRENT).value_of(metric)
+        assert told["current_value"] > told["value"] > 0
+    assert by_slo.why.startswith("by the share of its tightest SLO that is used: ")

@@ -391,6 +391,10 @@ def test_a_header_says_what_holds_for_all_requests(tmp_path: Path) -> None:
         ("7", "trace_header must be an object, got 7"),
         ('{"version": 2}', "must have version 1, got 2"),
         ('{"version": 1, "block_size": 0}', "block_size must be a whole number above 0"),
+        (
+            '{"version": 1, "block_size": 99999999999999999999}',
+            "above 0 and below 2,147,483,648",
+        ),
         ('{"version": 1, "in_flight": [[3, 1], [2, 1]]}', "times_s must ascend"),
         ('{"version": 1, "in_flight": [1, 2]}', "must be a list of [seconds, requests]"),
         ('{"version": 1, "in_flight": [[0, 1e15]]}', "at most 10,000,000 requests"),

@@ -40,8 +40,8 @@ from tuner.emit.names import GateFormat
     "tune plan --profile runs/…/profile.yaml --trace week.jsonl --by hour",
     "tune plan --profile runs/…/profile.yaml --trace day.jsonl --fleet --slo ttft_p99=2s",
     "tune plan --profile runs/…/profile.yaml --trace prod.jsonl --slo e2e_p95=9s --clients",
-    exits=f"{BAD_INPUT}; 3 no setting answers enough requests, or no fleet keeps the SLOs; "
-    "4 the shadow failed",
+    exits=f"{BAD_INPUT}; 3 no setting answers enough requests, or no fleet keeps the SLOs in "
+    "the busiest stretch; 4 the shadow failed",
 )
 @cloup.option_group(
     "Main options",

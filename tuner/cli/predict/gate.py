@@ -134,7 +134,7 @@ def _table(answer: GateAnswer) -> Iterator[str]:
         f"{'load':>6} {'offered':>9} {'no gate':>9} {'gate':>9} {'gained':>8}"
         f"  {'on other traffic':>17}  P(better)  turned away  cut off  replicas"
     )
-    yield from (_load_line(answer, at) for at in answer.loads)
+    yield from map(_load_line, answer.loads)
     yield f"who suffers at {answer.shown_load:g}x: shares of the requests with such lengths"
     yield f"{'':32}{'no gate':>9}{'gate':>9}  turned away  cut off"
     for group in answer.affected:
@@ -147,7 +147,7 @@ def _table(answer: GateAnswer) -> Iterator[str]:
         yield NO_GATE
 
 
-def _load_line(answer: GateAnswer, at: GatedLoad) -> str:
+def _load_line(at: GatedLoad) -> str:
     gated, elsewhere = at.gated, at.elsewhere
     interval = f"{elsewhere.low:+.3g} … {elsewhere.high:+.3g}"
     offered = max(gated.offered, 1)
@@ -156,5 +156,5 @@ def _load_line(answer: GateAnswer, at: GatedLoad) -> str:
         f"{short(goodput_per_s(at.before)):>8}/s {short(goodput_per_s(gated)):>7}/s"
         f" {at.gained_per_s:>+8.3g}  {interval:>17}  {at.odds:>9.2f}"
         f"{gated.turned_away / offered:>13.1%}{gated.truncated / offered:>9.1%}"
-        f"{answer.replicas(at.load) or '-':>10}"
+        f"{at.replicas or '-':>10}"
     )

@@ -12,8 +12,9 @@ from tuner.cli.options import Params
 from tuner.cli.predict.options import LoadsOptions
 from tuner.drift.by_hour import Calendar, Hour, calendar_of, hours_of, parse_offset
 from tuner.errors import ShadowError, UsageError
+from tuner.report.words import counted
 from tuner.run.loads.clients import advise
-from tuner.run.loads.fleet import FleetAim, FleetPlan, Stretch, Way, plan_fleet
+from tuner.run.loads.fleet import FleetAim, FleetPlan, Way, plan_fleet
 from tuner.run.loads.surface import AtLoad, Reached, Surface
 from tuner.search.budget import MIN_REQUESTS
 from tuner.search.objective import RATE, Objective
@@ -179,7 +180,7 @@ def _per_s(reached: Reached, metric: str) -> str:
 
 def _advice(at: AtLoad, best: Reached, current: Reached) -> str:
     """Return what to do at a load, and whose figures do not hold."""
-    advice = "re-tune" if at.change_pays else f"keep ({at.decision.why})"
+    advice = "re-tune" if at.change_pays else f"keep ({at.why})"
     faults = {"best": best.fault, "current": current.fault}
     if best.fault == current.fault:
         faults = {"both": best.fault}
@@ -234,13 +235,18 @@ def _fleet_lines(found: FleetPlan) -> list[str]:
     aim, fixed = found.aim, found.ways[0]
     slos = ", ".join(map(str, aim.slos))
     gpus = f", {aim.devices} GPUs each" if aim.devices > 1 else ""
+    keep = "keeps" if fixed.replicas == 1 else "keep"
+    missed = (
+        f" but in {_stretches_of(fixed)}, where up to {aim.most} do not" if fixed.breaks else ""
+    )
     lines = [
-        f"{fixed.replicas} replicas{gpus} at {found.limits} "
-        f"(max_num_seqs/max_num_batched_tokens) behind a {aim.router} router keep {slos}; "
-        f"predicted, {found.error.words()}",
+        f"{counted(fixed.replicas, 'replica')}{gpus} at {found.limits} "
+        f"(max_num_seqs/max_num_batched_tokens) behind a {aim.router} router {keep} "
+        f"{slos}{missed}; predicted, {found.error.words()}",
         *found.error.lines(),
-        f"the current {found.current} needs {_count(found.needed[found.current], aim.most)}",
-        f"if steps take {found.error.wrong_ratio:.0%} longer, the busiest stretch needs "
+        f"the busiest stretch by itself needs {_count(found.needed[found.limits], aim.most)}, "
+        f"at the current {found.current} {_count(found.needed[found.current], aim.most)}",
+        f"if steps take {found.error.wrong_ratio:.0%} longer, it needs "
         f"{_count(found.if_slower, aim.most)}",
         "",
         f"{'':12}{'most':>6}{'GPU hours':>12}{'cost':>12}{'within SLOs':>14}  what breaks",
@@ -268,15 +274,19 @@ def _way_line(way: Way) -> str:
     )
     return (
         f"{way.name:<12}{way.replicas:>6}{short(way.gpu_hours, 4):>12}{cost:>12}"
-        f"{way.slo_attainment_ratio:>14.2%}  {target}{_broken(way.breaks, len(way.stretches))}"
+        f"{way.slo_attainment_ratio:>14.2%}  {target}{_broken(way)}"
     )
 
 
-def _broken(breaks: list[Stretch], of: int) -> str:
-    if not breaks:
+def _broken(way: Way) -> str:
+    if not way.breaks:
         return "nothing"
-    names = sorted({slo for one in breaks for slo in one.broken or ()})
-    return f"{', '.join(names)} in {len(breaks)} of {of} stretches"
+    names = sorted({slo for one in way.breaks for slo in one.broken or ()})
+    return f"{', '.join(names)} in {_stretches_of(way)}"
+
+
+def _stretches_of(way: Way) -> str:
+    return f"{len(way.breaks)} of {len(way.stretches)} stretches"
 
 
 def _instant(start_s: float) -> str:

@@ -1,7 +1,8 @@
 """How many replicas serve a trace within its SLOs, at which limits, and what that costs.
 
 The fewest replicas are found for each stretch of the trace, an hour by default, by simulating
-the fleet behind its router; the limits are those that need the fewest in the busiest one. Three
+the fleet behind its router; the limits are those that need the fewest in the busiest one, found
+by what is best on a replica of a fleet that has one fewer than those so far. Three
 ways to run them are then simulated over the whole trace: as many as the busiest stretch needs
 all the time, a plan by stretches with replicas started ahead, and an autoscaler.
 """
@@ -20,27 +21,25 @@ from tuner.engine.limits import EngineLimits
 from tuner.errors import NoFeasibleConfigError, TooFewSamplesError
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
-from tuner.replay.runner import holds
 from tuner.replay.slo import Slo
 from tuner.run.context import Workload
 from tuner.run.loads.alone import hopeless, with_widest
 from tuner.run.predict import predict
 from tuner.search.budget import MIN_REQUESTS, Aim
 from tuner.search.ladder import FINALISTS
-from tuner.search.objective import Objective
+from tuner.search.objective import Objective, Tier
 from tuner.search.space import SearchSpace
 from tuner.shadow.calibration import StatedError
-from tuner.shadow.fleet import Autoscaler, Fleet, FleetLog, simulate_fleet
+from tuner.shadow.fleet import MAX_PREFIX_REPLICAS, Autoscaler, Fleet, FleetLog, simulate_fleet
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.prepared import PreparedTrace
-from tuner.stats import Floats
 from tuner.traffic.resample import at_load
 from tuner.traffic.reshape import Router
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import whole
 
-# How often limits are chosen anew at what a replica then gets, and a plan is mended: ours.
-_PASSES, _MENDS = 2, 6
+# How many limits are tried with one replica fewer, and how often a plan is mended: ours.
+_MOST_TRIED, _MENDS = 12, 6
 # What an autoscaler is told to fill a replica with, as shares of what is in flight on each
 # where the fewest replicas serve the busiest stretch, the cheapest first: ours.
 _TARGETS: Final = (2.0, 1.5, 1.2, 1.0, 0.8, 0.6, 0.4)
@@ -104,9 +103,9 @@ class Way:
 class FleetPlan:
     """The fewest replicas at the best limits, and the ways to run them.
 
-    `needed` says for each setting that was tried how many replicas the busiest stretch needs,
-    None where no number is enough; `if_slower` how many it takes where steps take as much
-    longer as the profile may be wrong.
+    `needed` says how many replicas the busiest stretch needs at the current limits, None where
+    no number is enough, and at each that needed fewer than those before; `if_slower` how many
+    it takes where steps take as much longer as the profile may be wrong.
     """
 
     limits: EngineLimits
@@ -155,15 +154,7 @@ def plan_fleet(
     limits, needed = _best_limits(sizer, space, busiest, note)
     count = needed[limits]
     if count is None:
-        slos = ", ".join(map(str, aim.slos))
-        message = f"up to {aim.most} replicas do not keep {slos} in the busiest stretch"
-        settings = with_widest(limits, space)
-        alone = hopeless(sizer.predictor, settings, [sizer.part(busiest)], aim.slos)
-        if alone is not None:
-            raise NoFeasibleConfigError(f"{message}; {alone.text}", alone.hint)
-        raise NoFeasibleConfigError(
-            message, "requests that are alone keep them: allow more with --most-replicas"
-        )
+        raise _none_keeps(sizer, with_widest(limits, space), busiest)
     note(f"{count} replicas at {limits} for the busiest stretch")
     slower = _Sizer(_slower(sizer.predictor), trace, plan, aim)
     ways = sizer.ways(limits, count, note)
@@ -178,6 +169,26 @@ def plan_fleet(
     )
 
 
+def fewest_replicas(
+    predictor: Predictor,
+    trace: Trace,
+    limits: EngineLimits,
+    plan: ReplayPlan,
+    slos: tuple[Slo, ...],
+    most: int,
+) -> int | None:
+    """Return how many replicas keep the SLOs for a trace, None where up to so many do not.
+
+    Behind a router that goes by what each has in flight.
+
+    Raises: EngineError, ShadowError; UsageError where memory is too little.
+    """
+    aim = FleetAim(
+        slos, Router.LEAST_LOADED, devices=1, most=most, stretch_s=trace.due_s[-1] + 1.0
+    )
+    return _Sizer(predictor.as_deployed(), trace, plan, aim).fewest(0, limits, most)
+
+
 def _slower(predictor: Predictor) -> Predictor:
     """Return an engine whose steps take longer by what the profile is typically wrong."""
     profile = predictor.profile
@@ -185,33 +196,61 @@ def _slower(predictor: Predictor) -> Predictor:
     return replace(predictor, profile=replace(profile, step_model=model))
 
 
+def _none_keeps(
+    sizer: _Sizer, settings: Sequence[EngineLimits], busiest: int
+) -> NoFeasibleConfigError:
+    """Say that no number of replicas keeps the SLOs, and what to do about it."""
+    aim = sizer.aim
+    slos = ", ".join(map(str, aim.slos))
+    message = f"up to {aim.most} replicas do not keep {slos} in the busiest stretch"
+    alone = hopeless(sizer.predictor, settings, [sizer.part(busiest)], aim.slos)
+    if alone is not None:
+        return NoFeasibleConfigError(f"{message}; {alone.text}", alone.hint)
+    is_full = aim.router is Router.PREFIX and aim.most >= MAX_PREFIX_REPLICAS
+    return NoFeasibleConfigError(
+        message,
+        "requests that are alone keep them: "
+        + ("choose --router least-loaded" if is_full else "allow more with --most-replicas"),
+    )
+
+
 def _best_limits(
     sizer: _Sizer, space: SearchSpace, busiest: int, note: Callable[[str], None]
 ) -> tuple[EngineLimits, dict[EngineLimits, int | None]]:
-    """Return the limits that need the fewest replicas, of those that are best on a replica."""
-    needed = {space.current: sizer.fewest(busiest, space.current)}
-    best = space.current
-    for _ in range(_PASSES):
-        share = needed[best] or sizer.aim.most
-        note(f"the busiest stretch takes {share} replicas at {best}")
-        piece = sizer.part(busiest)
-        piece = replace(piece.slice_rows(np.arange(0, len(piece), share)), turns=None)
-        mine = Aim(Objective.LATENCY, sizer.aim.slos, sizer.plan, None)
-        try:
-            workload = Workload.of("traffic", piece, (whole(piece),), mine)
-        except TooFewSamplesError:
-            workload = Workload.of_piece(piece, sizer.plan, mine)
-        seen = sorted(
-            predict(sizer.predictor, space, workload).observations, key=lambda o: o.score.order
-        )
-        for one in seen[:FINALISTS]:
-            if one.limits not in needed:
-                needed[one.limits] = sizer.fewest(busiest, one.limits, needed[best])
-        found = min(needed, key=lambda limits: needed[limits] or math.inf)
-        if needed[found] == needed[best]:
+    """Return the limits that need the fewest replicas, and what those before them need.
+
+    Of those that serve well what a replica gets of one fewer than the fewest so far, the first
+    that keeps the SLOs with so many is the next, until none does.
+    """
+    best, most = space.current, sizer.aim.most
+    needed = {best: sizer.fewest(busiest, best)}
+    while (count := needed[best] or most + 1) > 1:
+        takes = count if count <= most else f"more than {most}"
+        note(f"the busiest stretch takes {takes} replicas at {best}")
+        serve = _serve_well(sizer, space, sizer.share(busiest, best, count - 1))
+        better = (x for x in serve if x != best and sizer.keeps(busiest, x, count - 1))
+        found = next(better, None)
+        if found is None:
             break
-        best = found
+        best, needed[found] = found, sizer.fewest(busiest, found, count - 1)
     return best, needed
+
+
+def _serve_well(sizer: _Sizer, space: SearchSpace, share: Trace) -> list[EngineLimits]:
+    """Return the limits that keep the SLOs on the share of a replica, else those nearest to it.
+
+    The best first, and one of those that do the same.
+    """
+    aim = Aim(Objective.LATENCY, sizer.aim.slos, sizer.plan, None)
+    try:
+        workload = Workload.of("traffic", share, (whole(share),), aim)
+    except TooFewSamplesError:
+        workload = Workload.of_piece(share, sizer.plan, aim)
+    seen = predict(sizer.predictor, space, workload).observations
+    order = {one.score.order: one for one in reversed(seen)}
+    ranked = [order[key] for key in sorted(order)]
+    good = sum(one.score.tier is Tier.GOOD for one in ranked)
+    return [one.limits for one in ranked[: min(good, _MOST_TRIED) or FINALISTS]]
 
 
 class _Sizer:
@@ -242,33 +281,58 @@ class _Sizer:
         tokens = self.trace.prompt_tokens + self.trace.output_tokens
         return int(np.argmax([tokens[s].sum() for s in self.slices]))
 
-    def fewest(
-        self, stretch: int, limits: EngineLimits, at_most: int | None = None
-    ) -> int | None:
+    def share(self, stretch: int, limits: EngineLimits, replicas: int) -> Trace:
+        """Return the requests of a stretch that the busiest of so many replicas gets."""
+        part, fleet = self.part(stretch), Fleet(replicas, self.aim.router)
+        places = self._simulate(self._prepare(stretch), limits, fleet).places
+        tokens = np.bincount(places, part.prompt_tokens + part.output_tokens)
+        return part.slice_rows(places == tokens.argmax()).shifted()
+
+    def fewest(self, stretch: int, limits: EngineLimits, first: int = 1) -> int | None:
         """Return how many replicas keep the SLOs in a stretch, None where no number does.
 
-        More replicas are taken to do no worse. `at_most` is a number to begin with.
+        `first` is the number to begin with.
         """
-        low, high = 0, min(self.aim.most, at_most or 1)
-        while not self._keeps(stretch, limits, high):
+        return self._least(lambda count: self.keeps(stretch, limits, count), 0, first)
+
+    def _least(self, keeps: Callable[[int], bool], low: int, first: int) -> int | None:
+        """Return the least number above `low` that keeps the SLOs, None where none does.
+
+        More replicas are taken to do no worse.
+        """
+        high, step = min(self.aim.most, first), 1
+        while not keeps(high):
             if high == self.aim.most:
                 return None
-            low, high = high, min(2 * high, self.aim.most)
+            low, high, step = high, min(high + step, self.aim.most), 2 * step
         while high - low > 1:
             middle = (low + high) // 2
-            if self._keeps(stretch, limits, middle):
+            if keeps(middle):
                 high = middle
             else:
                 low = middle
         return high
 
-    def _keeps(self, stretch: int, limits: EngineLimits, replicas: int) -> bool:
+    def keeps(self, stretch: int, limits: EngineLimits, replicas: int) -> bool:
+        """Whether so many keep the SLOs that a stretch can carry, and what comes in it.
+
+        They do that if all of it is answered when the next stretch begins, in whatever bursts
+        it came, or if it is sustained.
+        """
+        prepared = self._prepare(stretch)
+        log = self._simulate(prepared, limits, Fleet(replicas, self.aim.router)).log
+        measured = measure([log], self.aim.slos)
+        carried = self._carried(len(prepared.trace))
+        if not measured.completed or any(slo.is_broken_by(measured) for slo in carried):
+            return False
+        rows, is_last = self.slices[stretch], stretch + 1 == len(self.slices)
+        ends_s = float(self.edges_s[stretch + 1] - self.trace.due_s[rows.start])
+        return measured.is_sustained or (not is_last and log.clock_s <= ends_s)
+
+    def _prepare(self, stretch: int) -> PreparedTrace:
         if stretch not in self._prepared:
             self._prepared[stretch] = PreparedTrace(self.part(stretch), self.plan)
-        fleet = Fleet(replicas, self.aim.router)
-        log = self._simulate(self._prepared[stretch], limits, fleet)
-        measured = measure([log.log], self.aim.slos)
-        return holds(measured, self.aim.slos)
+        return self._prepared[stretch]
 
     def _simulate(
         self, prepared: PreparedTrace, limits: EngineLimits, fleet: Fleet
@@ -279,36 +343,57 @@ class _Sizer:
     def ways(
         self, limits: EngineLimits, count: int, note: Callable[[str], None]
     ) -> tuple[Way, ...]:
-        """Simulate the ways to run a fleet of so many at most over the whole trace."""
+        """Simulate the ways to run a fleet over the whole trace.
+
+        `count` is how many the busiest stretch needs. As many as others need are on too, but
+        for a stretch that no number is enough for.
+        """
         prepared = PreparedTrace(self.trace, self.plan)
-        fixed, log = self._fixed(prepared, limits, count)
+        needed = self._needed(limits, count)
+        fixed, log = self._fixed(prepared, limits, needed)
         note(f"fixed: {fixed.replicas} replicas, {fixed.gpu_hours:.3g} GPU hours")
         if len(self.slices) == 1:
             return (fixed,)
         most = fixed.replicas
-        wanted = self._wanted(limits, most)
+        wanted = [most if n is None else n for n in needed]
         planned = self._planned(prepared, limits, most, wanted)
         note(f"by stretch: {planned.gpu_hours:.3g} GPU hours")
-        return fixed, planned, self._autoscaled(prepared, limits, most, wanted[0], log)
+        return fixed, planned, self._autoscaled(prepared, limits, needed, log)
 
-    def _wanted(self, limits: EngineLimits, most: int) -> list[int]:
-        """Return how many replicas each stretch needs by itself."""
-        counts = [
-            (self.fewest(i, limits, most) or most) if b - a >= MIN_REQUESTS else 1
-            for i, (a, b) in enumerate((s.start, s.stop) for s in self.slices)
+    def _needed(self, limits: EngineLimits, count: int) -> list[int | None]:
+        """Return how many replicas each stretch needs by itself, None where none are enough."""
+        busiest = self.busiest()
+        return [
+            count
+            if i == busiest
+            else self.fewest(i, limits, count)
+            if rows.stop - rows.start >= MIN_REQUESTS
+            else 1
+            for i, rows in enumerate(self.slices)
         ]
-        return [min(count, most) for count in counts]
 
     def _fixed(
-        self, prepared: PreparedTrace, limits: EngineLimits, count: int
+        self, prepared: PreparedTrace, limits: EngineLimits, needed: Sequence[int | None]
     ) -> tuple[Way, FleetLog]:
-        """Return a fleet of one size, of more where another stretch needs them after all."""
-        while True:
+        """Return a fleet of one size: of more where a stretch leaves a queue to the next."""
+        tried: dict[int, tuple[Way, FleetLog]] = {}
+
+        def keeps(count: int) -> bool:
             log = self._simulate(prepared, limits, Fleet(count, self.aim.router))
-            way = self._way("fixed", log, [(0.0, count)])
-            if not way.breaks or count >= self.aim.most:
-                return way, log
-            count += 1
+            tried[count] = self._way("fixed", log, [(0.0, count)]), log
+            return self._is_kept(tried[count][0], needed)
+
+        first = max(count for count in needed if count is not None)
+        return tried[self._least(keeps, first - 1, first) or first]
+
+    def _short(self, way: Way) -> list[int]:
+        """Return in which stretches an SLO does not hold."""
+        busy = [i for i, rows in enumerate(self.slices) if rows.stop > rows.start]
+        return [i for i, one in zip(busy, way.stretches, strict=True) if one.broken]
+
+    def _is_kept(self, way: Way, needed: Sequence[int | None]) -> bool:
+        """Whether the SLOs hold wherever some number of replicas keeps them."""
+        return all(needed[i] is None for i in self._short(way))
 
     def _planned(
         self, prepared: PreparedTrace, limits: EngineLimits, most: int, needed: Sequence[int]
@@ -320,7 +405,7 @@ class _Sizer:
             fleet = Fleet(most, self.aim.router, plan=changes, start_s=self.aim.start_s)
             log = self._simulate(prepared, limits, fleet)
             way = self._way("by stretch", log, changes)
-            short = [i for i, one in enumerate(way.stretches) if one.broken]
+            short = self._short(way)
             if all(wanted[i] == most for i in short):
                 break
             for i in short:
@@ -346,18 +431,17 @@ class _Sizer:
         self,
         prepared: PreparedTrace,
         limits: EngineLimits,
-        most: int,
-        at_first: int,
+        needed: Sequence[int | None],
         fixed: FleetLog,
     ) -> Way:
         """Return the cheapest autoscaler that keeps the SLOs, or else what keeps them best."""
-        rows = self.slices[self.busiest()]
+        rows, most = self.slices[self.busiest()], fixed.on_s.size
         lines = fixed.log.timelines
         spent_s = np.nansum((lines.last_s - lines.due_s)[rows])
         each = max(1.0, float(spent_s) / self.aim.stretch_s / most)
         tried = []
         for share in _TARGETS:
-            scaler = Autoscaler(max(1.0, share * each), at_first)
+            scaler = Autoscaler(max(1.0, share * each), needed[0] or most)
             fleet = Fleet(
                 min(self.aim.most, 2 * most),
                 self.aim.router,
@@ -366,7 +450,7 @@ class _Sizer:
             )
             log = self._simulate(prepared, limits, fleet)
             tried.append(self._way("autoscaled", log, (), scaler))
-            if not tried[-1].breaks:
+            if self._is_kept(tried[-1], needed):
                 break
         return min(tried, key=lambda way: (len(way.breaks), way.gpu_hours))
 
@@ -403,16 +487,19 @@ class _Sizer:
                 Stretch(
                     start_s,
                     count / (min(end_s, float(self.trace.due_s[-1])) - start_s or 1.0),
-                    _replicas_in(log, lines.due_s, changes, (start_s, end_s)),
+                    _replicas_in(log, rows, changes, (start_s, end_s)),
                     measured.slo_attainment_ratio or 0.0,
                     self._broken(measured, count),
                 )
             )
         return found
 
+    def _carried(self, count: int) -> list[Slo]:
+        return [slo for slo in self.aim.slos if slo.needed_samples <= count]
+
     def _broken(self, measured: Measurement, count: int) -> tuple[str, ...] | None:
         """Name what does not hold of those SLOs that so many requests can carry."""
-        carried = [slo for slo in self.aim.slos if slo.needed_samples <= count]
+        carried = self._carried(count)
         if not carried or count < MIN_REQUESTS:
             return None
         return tuple(slo.name for slo in carried if slo.is_broken_by(measured))
@@ -420,14 +507,13 @@ class _Sizer:
 
 def _replicas_in(
     log: FleetLog,
-    due_s: Floats,
+    rows: slice,
     changes: Sequence[tuple[float, int]],
     span_s: tuple[float, float],
 ) -> float:
     """Return how many replicas were wanted in a stretch, or got requests where none says so."""
     if not changes:
-        rows = np.searchsorted(log.log.timelines.due_s, (due_s[0], due_s[-1]))
-        return float(np.unique(log.places[rows[0] : rows[1] + 1]).size)
+        return float(np.unique(log.places[rows]).size)
     times_s = [at_s for at_s, _ in changes]
     at = np.searchsorted(times_s, 0.5 * sum(span_s), side="right") - 1
     return float(changes[int(at)][1])

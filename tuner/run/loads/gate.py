@@ -26,6 +26,7 @@ from tuner.replay.timeline import Outcome
 from tuner.run.context import Workload
 from tuner.run.drawing import FEW_DRAWS, Drawing, Replays
 from tuner.run.loads.alone import hopeless
+from tuner.run.loads.fleet import fewest_replicas
 from tuner.run.predict import Predictions, at_once, offered_per_s
 from tuner.search.race import CONFIDENCE
 from tuner.shadow.calibration import StatedError
@@ -43,6 +44,8 @@ LONGEST: Final = (0.75, 0.9, 0.95, 0.99)
 ROUNDS: Final = 3
 # Gates within this share of each other are one: ours; the larger one turns fewer away then.
 SAME: Final = 0.005
+# More replicas than these are not simulated: ours, as many as a plan of a fleet tries.
+MOST_SIMULATED: Final = 64
 # The load at which is shown who suffers, or the largest below it.
 SHOWN_LOAD: Final = 2.0
 
@@ -53,7 +56,8 @@ class GatedLoad:
 
     `elsewhere` is by how much the goodput is larger with the gate on other traffic: draws of
     traffic of the kind and of models that are as possible; `odds` is the share of draws in
-    which it gains.
+    which it gains. So many `replicas` hold the load within the SLOs without a gate, None where
+    no number does.
 
     Units: goodput in requests per second in which requests came.
     """
@@ -63,6 +67,7 @@ class GatedLoad:
     gated: Measurement
     elsewhere: Estimate
     odds: float
+    replicas: int | None
 
     @property
     def gained_per_s(self) -> float:
@@ -88,6 +93,7 @@ class GatedLoad:
             "gained_per_s": self.gained_per_s,
             "gained_on_other_traffic_per_s": asdict(self.elsewhere),
             "probability_better": self.odds,
+            "replicas": self.replicas,
         }
 
 
@@ -132,10 +138,6 @@ class GateAnswer:
         """Whether the gate is surely better at any of the loads."""
         return any(at.odds >= CONFIDENCE for at in self.loads)
 
-    def replicas(self, load: float) -> int | None:
-        """Return how many replicas hold a load within the SLOs, None where none would."""
-        return math.ceil(load / self.capacity) if self.capacity else None
-
     def as_json(self) -> dict[str, Any]:
         """Return everything for --json."""
         return {
@@ -145,9 +147,7 @@ class GateAnswer:
             "slos": [str(slo) for slo in self.slos],
             **self.error.as_json(),
             "pays": self.pays,
-            "loads": [
-                {**at.as_json(), "replicas": self.replicas(at.load)} for at in self.loads
-            ],
+            "loads": [at.as_json() for at in self.loads],
             "shown_load": self.shown_load,
             "affected": [asdict(group) for group in self.affected],
             "capacity": self.capacity,
@@ -194,7 +194,6 @@ def find_gate(
     search = _Search(predictor, limits, workload, tuple(loads))
     gate = search.run()
     note(f"{len(search.goodput)} gates replayed at {len(loads)} loads")
-    found = search.at_loads(gate)
     base = workload.pieces[0].load
     shown = max([load for load in loads if load * base <= SHOWN_LOAD], default=loads[0])
     most = predictor.measure_capacity(workload.pieces, limits, workload.plan, workload.slos)
@@ -204,7 +203,7 @@ def find_gate(
         gate=gate,
         slos=workload.slos,
         error=predictor.error,
-        loads=found,
+        loads=search.at_loads(gate, capacity),
         shown_load=shown * base,
         affected=tuple(search.affected(gate, shown)),
         capacity=capacity,
@@ -310,8 +309,11 @@ class _Search:
 
         return min(worst, key=order)
 
-    def at_loads(self, gate: GateLimits) -> tuple[GatedLoad, ...]:
-        """Return what a gate does at each load, and how sure that is by draws."""
+    def at_loads(self, gate: GateLimits, capacity: float | None) -> tuple[GatedLoad, ...]:
+        """Return what a gate does at each load, and how sure that is by draws.
+
+        `capacity` is what one replica bears.
+        """
         drawing = Drawing(self.predictor, Predictions(self.workload))
         drawn = drawing.possible(self.limits, FEW_DRAWS)
 
@@ -333,8 +335,28 @@ class _Search:
             middle, low, high = found_in_draws[:, i].tolist()
             elsewhere = Estimate(middle, low, high, FEW_DRAWS)
             odds = float((gains[:, i] > 0).mean())
-            found.append(GatedLoad(load * base, before, gated, elsewhere, odds))
+            needed = self._replicas(load, capacity)
+            found.append(GatedLoad(load * base, before, gated, elsewhere, odds, needed))
         return tuple(found)
+
+    def _replicas(self, load: float, capacity: float | None) -> int | None:
+        """Return how many replicas hold a load within the SLOs, None where no number does.
+
+        As many as would if each had users of its own are enough, and fewer are behind a router,
+        where they share bursts; of many, or where memory is too little, that is not looked for.
+        """
+        if capacity is None:
+            return None
+        (piece,), slos = self.workload.pieces, self.workload.slos
+        enough = math.ceil(load * piece.load / capacity)
+        if enough == 1 or enough > MOST_SIMULATED:
+            return enough
+        plan, trace = replace(self.workload.plan, load=load), piece.all_measured()
+        try:
+            found = fewest_replicas(self.predictor, trace, self.limits, plan, slos, enough)
+        except UsageError:
+            return enough
+        return found or enough
 
     def affected(self, gate: GateLimits, load: float) -> Iterator[Affected]:
         """Tell what becomes of a third of the requests each, by prompt and by answer."""

@@ -21,7 +21,7 @@ from tuner.run.drawing import FEW_DRAWS, decide
 from tuner.run.knobs.advice import advise
 from tuner.run.knobs.records import KnobAdvice
 from tuner.run.predict import Outcome, Predictions, predict, predict_more, scored
-from tuner.search.objective import Score
+from tuner.search.objective import WORST_SLACK, Score, named
 from tuner.search.race import RaceDecision, RaceVerdict
 from tuner.search.space import SearchSpace
 from tuner.search.trials import leader, read_metric
@@ -140,19 +140,24 @@ class AtLoad:
         """Whether the best is surely better than the current one."""
         return self.decision.verdict is RaceVerdict.CHANGE
 
+    @property
+    def why(self) -> str:
+        """Why the best is so, and by what where that is no latency or rate that is shown."""
+        metric, why = self.decision.metric, self.decision.why
+        return f"by {named(metric)}: {why}" if metric == WORST_SLACK else why
+
     def as_json(self, current: EngineLimits, tail: str) -> dict[str, Any]:
         """Return what is best for --json, and what it and the current configuration reach."""
-        gain, best = self.decision.gain, self.score(self.decision.best)
-        before = self.score(current)
-        is_comparable = before.metric == best.metric
+        gain, metric = self.decision.gain, self.decision.metric
+        best, before = self.score(self.decision.best), self.score(current)
         return {
             "load": self.load,
             "best": self.decision.best,
             "change_pays": self.change_pays,
             "state": str(best.tier)[2:],
-            "metric": best.metric,
-            "value": best.value,
-            "current_value": before.value if is_comparable else None,
+            "metric": metric,
+            "value": best.value_of(metric),
+            "current_value": before.value_of(metric),
             "ratio": None if gain is None else gain.value,
             "ratio_interval": None if gain is None else [gain.low, gain.high],
             "odds": None if self.decision.odds is None else asdict(self.decision.odds),

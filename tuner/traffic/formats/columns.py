@@ -23,7 +23,7 @@ import numpy.typing as npt
 from tuner.errors import TraceError, UsageError
 from tuner.stats import Bools, Floats, Ints
 from tuner.traffic.concurrency import Concurrency
-from tuner.traffic.prefixes import HashIds
+from tuner.traffic.prefixes import MAX_SIZE, HashIds
 from tuner.traffic.traces import (
     Aborted,
     ClockOrigin,
@@ -67,6 +67,7 @@ class ReadOptions:
     A packed or piped file is unpacked up to `max_unpacked_bytes`.
 
     Units: max_invalid_ratio is a share, 0 to 1.
+    Raises: UsageError for a block size that no prompt is counted in.
     """
 
     zero_output: ZeroOutput = ZeroOutput.DROP
@@ -79,6 +80,15 @@ class ReadOptions:
     sample_s: float | None = None
     aborted: Aborted = Aborted.DRAW
     max_unpacked_bytes: int = MAX_UNPACKED_BYTES
+
+    def __post_init__(self) -> None:
+        """Refuse what is no size of a block."""
+        if self.hash_block_size is not None and not 0 < self.hash_block_size < MAX_SIZE:
+            raise UsageError(
+                f"--hash-block-size must be above 0 and below {MAX_SIZE:,} tokens, "
+                f"got {self.hash_block_size}",
+                "as the trace was recorded: 512 by Mooncake, 16 by Bailian",
+            )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

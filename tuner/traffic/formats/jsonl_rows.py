@@ -18,7 +18,7 @@ import numpy as np
 
 from tuner.traffic.concurrency import MAX_IN_FLIGHT, Concurrency
 from tuner.traffic.formats.columns import Skipped, line_error, shown, tokens_fault
-from tuner.traffic.prefixes import MISFIT_HINT, counts_fit, misfit_reason
+from tuner.traffic.prefixes import MAX_SIZE, MISFIT_HINT, counts_fit, misfit_reason
 from tuner.traffic.traces import ClockOrigin
 
 MAX_CLOCK = 1e16
@@ -323,8 +323,8 @@ def _whole(value: Mapping[str, object], key: str, least: int) -> int | None:
     number = value.get(key)
     if number is None:
         return None
-    if isinstance(number, bool) or not isinstance(number, int) or number < least:
-        above = "at least 0" if not least else "above 0"
+    if not _is_id(number) or not least <= number < MAX_SIZE:
+        above = f"{'above 0' if least else 'at least 0'} and below {MAX_SIZE:,}"
         raise ValueError(f"{key} must be a whole number {above}, got {shown(number)}")
     return number
 

@@ -29,6 +29,7 @@ from tuner.traffic.formats.columns import (
 )
 from tuner.traffic.formats.jsonl import first_line_of, read_json_lines
 from tuner.traffic.formats.jsonl_rows import KEY, Dialect, Header
+from tuner.traffic.prefixes import MAX_SIZE
 from tuner.traffic.traces import Trace, ZeroOutput
 
 MOONCAKE_BLOCK_SIZE = 512
@@ -68,7 +69,7 @@ def settle(
     clock = "arrived_at_s" if "arrived_at_s" in row else "timestamp"
     usual = TimeUnit.MILLISECONDS if clock == "timestamp" else TimeUnit.SECONDS
     size = row.get("block_size")
-    is_size = isinstance(size, int) and not isinstance(size, bool) and 0 < size < 1 << 31
+    is_size = isinstance(size, int) and not isinstance(size, bool) and 0 < size < MAX_SIZE
     given = size if is_size and isinstance(size, int) else header.block_size
     own_size = given or usual_size
     return Dialect(

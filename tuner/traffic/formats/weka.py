@@ -38,7 +38,7 @@ from tuner.traffic.formats.json_document import (
     seconds_fault,
 )
 from tuner.traffic.formats.jsonl_rows import ZERO_HINT, Fault
-from tuner.traffic.prefixes import MISFIT_HINT, HashIds, misfit_reason, offsets_of
+from tuner.traffic.prefixes import MAX_SIZE, MISFIT_HINT, HashIds, misfit_reason, offsets_of
 from tuner.traffic.traces import ClockOrigin, Turns, ZeroOutput, pauses_of
 
 CLOCK_S = 1.0
@@ -318,7 +318,7 @@ class _Reader:
 
     def _checked_block_size(self, options: ReadOptions) -> int:
         size = options.hash_block_size or self._session.get("block_size")
-        if isinstance(size, bool) or not isinstance(size, int) or not 0 < size < 1 << 31:
+        if isinstance(size, bool) or not isinstance(size, int) or not 0 < size < MAX_SIZE:
             reason = f"block_size must be a whole number above 0, got {shown(size)}"
             hint = "pass --hash-block-size with the one that the ids were recorded with"
             raise TraceError(f"{self._path}: {reason}", hint)
