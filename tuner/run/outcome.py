@@ -97,6 +97,7 @@ def make_outcome(
     is_feasible = _is_feasible(decision, trials)
     # What is deployed, or else whom the result calls nearest.
     told = decision.winner if is_feasible else decision.best
+    same = ("capacity", "knobs", "starting_points", "clients", "restlessness")
     return RunResult(
         state=state,
         method=given.provenance.options["method"],
@@ -109,7 +110,6 @@ def make_outcome(
         limited_by=limited_by(trials, told, goal.slos, goal.tail, is_part=is_part),
         load=load_text(trials, told, is_part=is_part),
         confirmed_cold=found.cold,
-        capacity=found.capacity,
         provenance=given.provenance,
         serve_values=given.serve_values,
         trace_description=given.description,
@@ -117,11 +117,8 @@ def make_outcome(
         ladder=given.ladder,
         caveats=tuple(caveats),
         trials=tuple(records),
-        knobs=found.knobs,
-        starting_points=found.starting_points,
-        clients=found.clients,
         nearest=None if is_feasible else nearest_of(decision),
-        restlessness=found.restlessness,
+        **{name: getattr(found, name) for name in same},
     )
 
 
