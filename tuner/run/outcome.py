@@ -90,12 +90,10 @@ def make_outcome(
     given: Given,
     state: str,
 ) -> RunResult:
-    """Return everything there is to say about a run."""
+    """Return everything there is to say: of what is deployed, or else of who is nearest."""
     trials = predictions(records) if decision.is_predicted else records
-    current, trace = given.current.limits, given.provenance.trace
-    is_part = trace.replayed_requests < trace.requests and not decision.is_predicted
+    is_part = given.provenance.trace.is_part and not decision.is_predicted
     is_feasible = _is_feasible(decision, trials)
-    # What is deployed, or else whom the result calls nearest.
     told = decision.winner if is_feasible else decision.best
     same = ("capacity", "knobs", "starting_points", "clients", "restlessness")
     return RunResult(
@@ -106,7 +104,7 @@ def make_outcome(
         slos=tuple(str(slo) for slo in goal.slos),
         recommendation=_advice(decision) if is_feasible else None,
         baseline=given.current,
-        evidence=_evidence(trials, decision, current, goal, is_part=trace.is_predicted_of_more),
+        evidence=_evidence(trials, decision, given, goal),
         limited_by=limited_by(trials, told, goal.slos, goal.tail, is_part=is_part),
         load=load_text(trials, told, is_part=is_part),
         confirmed_cold=found.cold,
@@ -148,17 +146,13 @@ def _is_feasible(decision: RaceDecision, trials: Sequence[Trial]) -> bool:
 
 
 def _evidence(
-    trials: Sequence[Trial],
-    decision: RaceDecision,
-    current: EngineLimits,
-    goal: Scoring,
-    *,
-    is_part: bool,
+    trials: Sequence[Trial], decision: RaceDecision, given: Given, goal: Scoring
 ) -> tuple[MetricChange, ...]:
     """Return the changes, that of the metric that decides by all that is known of it.
 
     Where a part of what decided was replayed, its levels are not those of that gain.
     """
+    current, is_part = given.current.limits, given.provenance.trace.is_predicted_of_more
     changes = metric_changes(trials, decision.shown, current, goal.tail, goal.slos)
     gain = decision.gain_here or decision.gain
     if gain is None:

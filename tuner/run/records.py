@@ -179,6 +179,11 @@ class TraceRecord:
     predicted: str = ""
 
     @property
+    def is_part(self) -> bool:
+        """Whether not all of it was replayed."""
+        return self.replayed_requests < self.requests
+
+    @property
     def is_predicted_of_more(self) -> bool:
         """Whether what was predicted is of more than was replayed."""
         return self.predicted_requests > self.replayed_requests
