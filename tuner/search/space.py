@@ -173,7 +173,7 @@ def search_space(
     peak = busiest(trace, 1.0).of(trace)
     useful = 4 * max(int(peak.prompt_tokens.sum()), int(trace.prompt_tokens.max()))
     budgets = token_budgets(useful, min_tokens)
-    top = max(ladder, default=1) * PAST_LADDER
+    top = min(max(ladder, default=1), MAX_CAP) * PAST_LADDER  # a larger cap is refused below
     ceiling = EngineLimits(
         max(current.max_num_seqs, top),
         max(current.max_num_batched_tokens, *budgets, top, min_tokens),
