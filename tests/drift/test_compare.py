@@ -161,6 +161,15 @@ def test_of_sampled_traffic_only_what_the_counters_knew_is_compared() -> None:
     assert found.relevant == ()
 
 
+def test_a_bound_that_is_nearest_to_middle_and_tail_is_compared_once() -> None:
+    trace = busy_traffic(0)
+    trace = replace(trace, prompt_tokens=np.resize([900, 1000, 1100], len(trace)))
+    sampled = replace(trace, notes=ReadNotes(sampled_from="Prometheus at x"))
+    sketch = sketch_of(sampled, resolution_s=30.0)
+    compared = [shift.name for shift in drift_between(sketch, sketch).shifts]
+    assert compared.count("prompt_tokens_above_1000") == 1
+
+
 def test_a_sketch_is_small_and_survives_its_file(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     n = 500_000
