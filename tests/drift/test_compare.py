@@ -13,7 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.drift_parts import busy_traffic, in_bursts, longer_outputs, without_reuse
+from support.drift_parts import (
+    busy_traffic,
+    in_bursts,
+    longer_outputs,
+    session_traffic,
+    without_reuse,
+)
 from support.traffic import a_trace
 from tuner.drift.compare import drift_between
 from tuner.errors import UsageError
@@ -35,6 +41,17 @@ def test_unshifted_traffic_is_called_shifted_in_one_case_of_twenty_at_most() -> 
         for seed in range(pairs)
     ]
     # At a true rate of 5 % more than 8 of 60 are called in one of two hundred sets of seeds.
+    assert sum(called) <= 8
+
+
+@pytest.mark.slow
+def test_hours_of_sessions_are_no_more_often_called_shifted() -> None:
+    pairs = 60
+    called = [
+        bool(names(session_traffic(seed), session_traffic(1000 + seed)))
+        for seed in range(pairs)
+    ]
+    # Sessions last four minutes, and neighbours in time are alike for as long.
     assert sum(called) <= 8
 
 

@@ -258,8 +258,8 @@ ERROR_RATE: Final = 0.05
 """How often unshifted traffic may be called shifted, over all looks together (Bonferroni).
 
 As long as what is alike in it, as a session is or a rate that wanders, lasts for no more than a
-twentieth of either. Of 100 pairs of hours with sessions of four minutes 7 were, of hours with
-sessions of a quarter of one, which is too little to tell by, 35.
+twentieth of either. Of 100 pairs of hours with sessions of four minutes 10 were, of 50 with
+sessions of a quarter of an hour, which is too little to tell by, 14.
 """
 
 MIN_REQUESTS: Final = 200
