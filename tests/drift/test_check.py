@@ -15,7 +15,7 @@ import pytest
 from support.drift_parts import busy_traffic, longer_outputs
 from support.job_parts import SHORT, arguments_for
 from support.prometheus_parts import need_prometheus, with_history
-from support.prometheus_past import SHAKEN, PastEngine
+from support.prometheus_past import SHAKEN, TWINS, PastEngine
 from support.retune_parts import a_retune, an_aim
 from support.shadow_files import a_profile, a_trace_file, crowded
 from support.shadow_parts import a_shape
@@ -266,6 +266,19 @@ def test_of_a_server_that_prometheus_saw_in_part_there_is_no_verdict(
     assert shown["verdict"] == "too little data"
     assert "there is no data for" in shown["why"]
     assert shown["shifts"] == []
+
+
+def test_the_traffic_of_two_engines_is_not_replayed_on_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    need_prometheus()
+    profile = str(a_kept_profile(tmp_path))
+    with with_history(tmp_path, *TWINS) as url:
+        asked = ("--baseline", profile, "--prometheus", url, "--since", "490m", "--json")
+        for named, is_one in (((), False), (("--label", "engine=1"), True)):
+            assert run_check(*asked, *named) == 0
+            why = json.loads(capsys.readouterr().out)["why"]
+            assert ("several engines at once" not in why) is is_one
 
 
 HIT_RATIO, CHAT_S = 0.7, 300.0

@@ -13,7 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.drift_parts import busy_traffic, in_bursts, longer_outputs, without_reuse
+from support.drift_parts import (
+    busy_traffic,
+    in_bursts,
+    longer_outputs,
+    session_traffic,
+    without_reuse,
+)
 from support.traffic import a_trace
 from tuner.drift.compare import drift_between
 from tuner.errors import UsageError
@@ -35,6 +41,17 @@ def test_unshifted_traffic_is_called_shifted_in_one_case_of_twenty_at_most() -> 
         for seed in range(pairs)
     ]
     # At a true rate of 5 % more than 8 of 60 are called in one of two hundred sets of seeds.
+    assert sum(called) <= 8
+
+
+@pytest.mark.slow
+def test_hours_of_sessions_are_no_more_often_called_shifted() -> None:
+    pairs = 60
+    called = [
+        bool(names(session_traffic(seed), session_traffic(1000 + seed)))
+        for seed in range(pairs)
+    ]
+    # Sessions last four minutes, and neighbours in time are alike for as long.
     assert sum(called) <= 8
 
 
@@ -159,6 +176,15 @@ def test_of_sampled_traffic_only_what_the_counters_knew_is_compared() -> None:
     for name in ("prefix_reuse", "in_flight_p95"):
         assert any(text.startswith(name) for text in found.not_compared)
     assert found.relevant == ()
+
+
+def test_a_bound_that_is_nearest_to_middle_and_tail_is_compared_once() -> None:
+    trace = busy_traffic(0)
+    trace = replace(trace, prompt_tokens=np.resize([900, 1000, 1100], len(trace)))
+    sampled = replace(trace, notes=ReadNotes(sampled_from="Prometheus at x"))
+    sketch = sketch_of(sampled, resolution_s=30.0)
+    compared = [shift.name for shift in drift_between(sketch, sketch).shifts]
+    assert compared.count("prompt_tokens_above_1000") == 1
 
 
 def test_a_sketch_is_small_and_survives_its_file(tmp_path: Path) -> None:

@@ -39,6 +39,28 @@ def busy_traffic(
     return Trace(due_s, prompts, outputs, hashes, source="busy.jsonl", sha256=f"{seed:064x}")
 
 
+def session_traffic(seed: int, turn_s: float = 30.0) -> Trace:
+    """Return an hour of sessions of eight turns in the mean, so long after each other.
+
+    Each has lengths of its own kind, and prompts that grow with its turns; two requests come
+    each second. They began before the hour, and go on after it.
+    """
+    rng = np.random.default_rng(seed)
+    lead_s = 24 * turn_s
+    begun_s = rng.uniform(-lead_s, 3600, rng.poisson((3600 + lead_s) * 2 / 8))
+    turns = rng.geometric(1 / 8, len(begun_s))
+    session = np.repeat(np.arange(len(turns)), turns)
+    turn = np.arange(len(session)) - (np.cumsum(turns) - turns)[session]
+    waits_s = np.cumsum(np.where(turn > 0, rng.exponential(turn_s, len(turn)), 0.0))
+    due_s = begun_s[session] + waits_s - waits_s[turn == 0][session]
+    times = np.exp(0.8 * rng.standard_normal(len(turns)))[session]
+    outputs = np.ceil(150 * times * rng.lognormal(0.0, 0.6, len(turn))).astype(np.int64)
+    prompts = np.ceil((300 + 200 * turn) * times).astype(np.int64)
+    inside = np.flatnonzero((due_s >= 0) & (due_s < 3600))
+    inside = inside[np.argsort(due_s[inside], kind="stable")]
+    return Trace(due_s[inside] - due_s[inside[0]], prompts[inside], outputs[inside])
+
+
 def _hashes(prompts: Ints, rng: np.random.Generator) -> HashIds:
     counts = prompts // BLOCK_TOKENS
     ids = np.arange(counts.sum()) + 1_000_000

@@ -142,6 +142,10 @@ TWINS = (
     past(seed=2, model="twins"),
     past(0.5, seed=3, model="twins", instance="b:8000", engine="1"),
 )
+MOVED = (
+    past(seed=8, model="moved", scrapes_s=SCRAPES_S[:240]),
+    past(seed=8, model="moved", scrapes_s=SCRAPES_S[235:], instance="c:8000"),
+)
 OLD = past(
     seed=4,
     model='org/old "0.6"',

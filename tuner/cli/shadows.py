@@ -18,7 +18,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.errors import TunerError
 from tuner.replay.metrics import Measurement
 from tuner.replay.runner import Failure
-from tuner.traffic.prometheus import hits_missed
+from tuner.traffic.prometheus import another_load
 from tuner.traffic.prometheus.live import Live, live_between
 from tuner.traffic.sketch import TrafficSketch, sketch_of
 from tuner.traffic.traces import Trace
@@ -113,7 +113,7 @@ class ShadowCheck:
 
 def _unlike(trace: Trace, predicted: Measurement | Failure) -> str:
     """Say why a prediction of traffic is none of what the server served, or nothing."""
-    if missed := hits_missed(trace.notes.remarks):
+    if missed := another_load(trace.notes.remarks):
         return missed
     if not isinstance(predicted, Measurement):
         return ""

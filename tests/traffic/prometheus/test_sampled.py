@@ -23,6 +23,7 @@ from support.prometheus_past import (
     END_S,
     GAP_S,
     HOUR_S,
+    MOVED,
     OLD,
     PLAIN,
     RESTART_S,
@@ -51,7 +52,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Run a Prometheus that knows several servers' past."""
     need_prometheus()
     folder = tmp_path_factory.mktemp("prometheus")
-    with with_history(folder, PLAIN, SHAKEN, *TWINS, OLD, CHATTY, TERSE) as found:
+    with with_history(folder, PLAIN, SHAKEN, *TWINS, *MOVED, OLD, CHATTY, TERSE) as found:
         yield found
 
 
@@ -107,7 +108,7 @@ def test_the_trace_says_where_it_comes_from_and_what_it_cannot_know(url: str) ->
         "KV cache was at most 50% full",
     ):
         assert words in shown(trace)
-    for words in ("no data", "began anew", "engines are added up", "abort"):
+    for words in ("no data", "began anew", "are added up", "abort"):
         assert words not in shown(trace)
     caveats = {warning.caveat for warning in describe(trace).warnings}
     assert Caveat.SAMPLED_TRACE in caveats
@@ -190,8 +191,11 @@ def test_the_engines_of_a_model_are_added_up_or_one_is_picked(url: str) -> None:
     one, other = TWINS
     both = read(url, "twins")
     assert len(both) == len(one.arrived_s) + len(other.arrived_s)
-    assert "2 engines are added up" in shown(both)
+    assert "2 engines at once are added up: tune trace thin --replicas 2" in shown(both)
     assert len(read(url, "twins", engine="1")) == len(other.arrived_s)
+    assert "2 engines are added up, each in place of the one before" in shown(
+        read(url, "moved")
+    )
     said = refused(url, model="twins", engine="7")
     assert 'knows no engine "7" of this model; it has "0", "1"' in said.message
 

@@ -7,7 +7,7 @@ says how in `remarks`; `live` is how a server does over a stretch of time.
 
 from __future__ import annotations
 
-from tuner.traffic.prometheus.remarks import hits_missed, known_in_part
+from tuner.traffic.prometheus.remarks import another_load, known_in_part
 from tuner.traffic.prometheus.sampled import trace_from_prometheus
 
-__all__ = ["hits_missed", "known_in_part", "trace_from_prometheus"]
+__all__ = ["another_load", "known_in_part", "trace_from_prometheus"]

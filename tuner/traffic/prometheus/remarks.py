@@ -18,6 +18,10 @@ from tuner.traffic.prometheus.readings import ServerFacts
 # How a remark begins that tells of time without data, or of hits that are not as on the server.
 _GAPS, _SHORT = "there is no data for", "there is data for"
 _MISSED = "prefix hits cannot be imitated:"
+_MANY = "engines at once are added up:"
+
+MOST_AT_ONCE = 1.1
+"""Ours: where one engine takes the place of another both are there for a while."""
 
 
 def on_arrivals(windows: Sequence[EngineWindows], facts: ServerFacts) -> Iterator[str]:
@@ -121,14 +125,27 @@ def on_prefixes(facts: ServerFacts, shared: SharedPrefixes | None) -> str:
 
 
 def known_in_part(remarks: Sequence[str]) -> str:
-    """Return why the traffic is not as it was served, by its remarks; else empty."""
+    """Return why the traffic is not as one engine served it, by its remarks; else empty."""
+    if many := _of_many(remarks):
+        return many
     notes = [remark for remark in remarks if remark.startswith((_GAPS, _SHORT, _MISSED))]
     return f"the current traffic is known in part only: {'; '.join(notes)}" if notes else ""
 
 
-def hits_missed(remarks: Sequence[str]) -> str:
-    """Return the remark that tells of prefix hits that are not as on the server, or nothing."""
-    return next((remark for remark in remarks if remark.startswith(_MISSED)), "")
+def another_load(remarks: Sequence[str]) -> str:
+    """Return why one engine computed another load than the traffic asks for, or nothing."""
+    missed = next((remark for remark in remarks if remark.startswith(_MISSED)), "")
+    return _of_many(remarks) or missed
+
+
+def _of_many(remarks: Sequence[str]) -> str:
+    """Return that several engines served the traffic at once, or nothing."""
+    if not any(_MANY in remark for remark in remarks):
+        return ""
+    return (
+        "the traffic is that of several engines at once, and a profile is of one: name one "
+        "with --label, for example instance=HOST:PORT or engine=0"
+    )
 
 
 def on_the_server(windows: Sequence[EngineWindows], facts: ServerFacts) -> Iterator[str]:
@@ -141,10 +158,20 @@ def on_the_server(windows: Sequence[EngineWindows], facts: ServerFacts) -> Itera
             "lengths they had got to"
         )
     if len(windows) > 1:
-        yield (
-            f"{len(windows)} engines are added up: tune trace thin --replicas {len(windows)} "
-            "gives one of them its share"
-        )
+        yield _on_engines(windows)
+
+
+def _on_engines(windows: Sequence[EngineWindows]) -> str:
+    """Return how many engines there were, and whether at once or in place of each other."""
+    starts_s, ends_s = np.array([(w.starts_s[0], w.ends_s[-1]) for w in windows]).T
+    any_s = ends_s.max() - starts_s.min() - uncovered_s(starts_s, ends_s)
+    at_once = float((ends_s - starts_s).sum() / any_s)
+    if at_once < MOST_AT_ONCE:
+        return f"{len(windows)} engines are added up, each in place of the one before it"
+    return (
+        f"{at_once:.3g} {_MANY} tune trace thin --replicas {max(2, round(at_once))} gives one "
+        "of them its share"
+    )
 
 
 def _lasting(seconds: float) -> str:
