@@ -370,7 +370,9 @@ def test_nothing_is_said_of_limits_that_the_engine_did_not_start_at(tmp_path: Pa
     said = shown(lambda: job_on(poor, arguments))
     result = Run(tmp_path / "run", said.err, said.out).result
     texts = {caveat["id"]: caveat["text"] for caveat in result["caveats"]}
-    assert "so that nothing beyond 4/2048 was tried: with lower caps" in texts["ceiling_lowered"]
+    assert (
+        "so that nothing beyond 4/2048 was tried: with lower caps" in texts["ceiling_lowered"]
+    )
     assert texts["at_space_edge"].endswith("at the edge of what was searched")
     assert not result["starting_points"]
     assert "starting point" not in said.err

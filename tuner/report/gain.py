@@ -177,7 +177,11 @@ def _cold(run: RunFiles) -> list[str]:
     # What is optimised, whatever bound one of them breaks: the other is not judged by that.
     metric = next((t.score.own_metric for t in tried), cold.metric)
     ours, theirs = (
-        Point(limits, True, tuple(t.measurement or {} for t in tried if t.limits == limits))
+        Point(
+            limits,
+            is_live=True,
+            measurements=tuple(t.measurement or {} for t in tried if t.limits == limits),
+        )
         for limits in (run.shown, run.current)
     )
     by = "" if cold.ratio is None else f" ({change(moved(metric, cold.ratio - 1))})"

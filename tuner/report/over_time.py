@@ -61,7 +61,9 @@ def _sentences(run: RunFiles, replays: Sequence[ReplayTimelines]) -> list[str]:
         f"{scales}"
     ]
     if run.result.feasible and run.shown == run.current:
-        sentences.append("The current configuration is what is recommended, so it stands alone.")
+        sentences.append(
+            "The current configuration is what is recommended, so it stands alone."
+        )
     is_predicted = any(replay.engine == "shadow" for replay in replays)
     if is_predicted and run.result.objective is Objective.CAPACITY:
         load = times(run.result.provenance.options.get("load", 1.0))

@@ -25,7 +25,15 @@ from tuner.report.points import Point, loads_words, ranked_points, shadow_points
 from tuner.report.run_files import RunFiles
 from tuner.report.words import counted, listed, metric_name, percent, quantity, seconds
 from tuner.search.ladder import climb_is_over, same_schedule
-from tuner.search.trials import TIE_RATIO, Observation, Phase, Trial, leader, predictions, ranked
+from tuner.search.trials import (
+    TIE_RATIO,
+    Observation,
+    Phase,
+    Trial,
+    leader,
+    predictions,
+    ranked,
+)
 
 DECODE, USAGE = "decode_step_p50", "gpu_cache_usage_perc"
 

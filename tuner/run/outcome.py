@@ -97,11 +97,8 @@ def make_outcome(
 ) -> RunResult:
     """Return everything there is to say about a run."""
     trials = predictions(records) if decision.is_predicted else records
-    current, trace = given.current.limits, given.provenance.trace
-    is_part = trace.replayed_requests < trace.requests and not decision.is_predicted
     is_feasible = _is_feasible(decision, trials)
-    # What is deployed, or else whom the result calls nearest.
-    told = decision.winner if is_feasible else decision.best
+    limits, load = _limits_and_load(trials, decision, goal, given, is_feasible=is_feasible)
     return RunResult(
         state=state,
         method=given.provenance.options["method"],
@@ -110,11 +107,9 @@ def make_outcome(
         slos=tuple(str(slo) for slo in goal.slos),
         recommendation=_advice(decision) if is_feasible else None,
         baseline=given.current,
-        evidence=_evidence(
-            trials, decision, current, goal, is_part=trace.is_predicted_of_more
-        ),
-        limited_by=limited_by(trials, told, goal.slos, goal.tail, is_part=is_part),
-        load=load_text(trials, told, is_part=is_part),
+        evidence=_evidence(trials, decision, goal, given),
+        limited_by=limits,
+        load=load,
         confirmed_cold=found.cold,
         capacity=found.capacity,
         provenance=given.provenance,
@@ -130,6 +125,21 @@ def make_outcome(
         nearest=None if is_feasible else nearest_of(decision),
         restlessness=found.restlessness,
     )
+
+
+def _limits_and_load(
+    trials: Sequence[Trial],
+    decision: RaceDecision,
+    goal: Scoring,
+    given: Given,
+    *,
+    is_feasible: bool,
+) -> tuple[str, str]:
+    """Return what limits who is deployed, or else who is nearest to the SLOs, and its load."""
+    told = decision.winner if is_feasible else decision.best
+    is_part = given.provenance.trace.is_part and not decision.is_predicted
+    limits = limited_by(trials, told, goal.slos, goal.tail, is_part=is_part)
+    return limits, load_text(trials, told, is_part=is_part)
 
 
 def _compared(differences: Differences) -> tuple[Compared, ...]:
@@ -158,17 +168,14 @@ def _is_feasible(decision: RaceDecision, trials: Sequence[Trial]) -> bool:
 
 
 def _evidence(
-    trials: Sequence[Trial],
-    decision: RaceDecision,
-    current: EngineLimits,
-    goal: Scoring,
-    *,
-    is_part: bool,
+    trials: Sequence[Trial], decision: RaceDecision, goal: Scoring, given: Given
 ) -> tuple[MetricChange, ...]:
     """Return the changes, that of the metric that decides by all that is known of it.
 
     Where a part of what decided was replayed, its levels are not those of that gain.
     """
+    current, trace = given.current.limits, given.provenance.trace
+    is_part = trace.is_predicted_of_more
     changes = metric_changes(trials, decision.shown, current, goal.tail, goal.slos)
     gain = decision.gain_here or decision.gain
     if gain is None:

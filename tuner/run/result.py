@@ -210,6 +210,11 @@ class TraceRecord:
     predicted: str = ""
 
     @property
+    def is_part(self) -> bool:
+        """Whether not all of it was replayed."""
+        return self.replayed_requests < self.requests
+
+    @property
     def is_predicted_of_more(self) -> bool:
         """Whether what was predicted is of more than was replayed."""
         return self.predicted_requests > self.replayed_requests
@@ -447,7 +452,9 @@ class RunResult:
             return ""
         if advice.why != UNFINISHED:
             return f"{self.state} once this was decided: not all may be told beside it"
-        left = "it had yet to decide" if self.is_raced else "not raced against the current values"
+        left = (
+            "it had yet to decide" if self.is_raced else "not raced against the current values"
+        )
         return f"{self.state}: best so far, {left}"
 
     @property

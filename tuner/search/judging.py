@@ -91,9 +91,7 @@ def is_better(pair: Floats, column: int) -> Bools:
     return better
 
 
-def why_of(
-    odds: Odds, confidence: float, *, is_same: bool, may_rival_be: bool = True
-) -> str:
+def why_of(odds: Odds, confidence: float, *, is_same: bool, may_rival_be: bool = True) -> str:
     """Say in a line why the answer is what it is.
 
     `may_rival_be` says whether the rival of a current setting that is kept may be the answer.

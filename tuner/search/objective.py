@@ -69,7 +69,7 @@ def moved_bounds(metric: str, bounds: Bounds) -> Bounds:
 
 
 def named(metric: str) -> str:
-    """Return a metric as sentences name it: what is judged by SLOs in words, others as they are.
+    """Return a metric as sentences name it: a share of an SLO in words, others as they are.
 
     >>> named(WORST_SLACK), named("e2e_p99")
     ('the share of its tightest SLO that is used', 'e2e_p99')
