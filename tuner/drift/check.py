@@ -26,7 +26,7 @@ from tuner.errors import NoFeasibleConfigError
 from tuner.replay.metrics import Measurement
 from tuner.run.inputs import Config, engine_of_profile
 from tuner.search.budget import Aim
-from tuner.search.objective import Tier, is_rate
+from tuner.search.objective import Tier, is_rate, named
 from tuner.search.race import RaceDecision, RaceVerdict
 from tuner.search.trials import Observation
 from tuner.shadow.calibration import StatedError
@@ -102,7 +102,7 @@ class Gain:
         """Return the gain in words."""
         low, high = self.interval
         verb = "rises" if self.is_rate else "falls"
-        return f"{self.metric} {verb} by {self.value:.1%} ({low:.1%} … {high:.1%})"
+        return f"{named(self.metric)} {verb} by {self.value:.1%} ({low:.1%} … {high:.1%})"
 
     def as_json(self) -> dict[str, Any]:
         """Return the gain for --json."""

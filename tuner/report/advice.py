@@ -8,7 +8,7 @@ from tuner.report.words import NOTHING, percent, seconds, sentence
 from tuner.run.knobs.records import settings_text
 from tuner.run.loads.surface import LATENCIES
 from tuner.run.variants.records import VariantFinding
-from tuner.search.objective import moved
+from tuner.search.objective import moved, named
 from tuner.stats import short
 
 _HEADS = ("variant", "keys", "limits", "gain", "P(better)")
@@ -39,7 +39,9 @@ def variants(run: RunFiles) -> Section | None:
 def _row(one: VariantFinding, keys: list[str], *, has_price: bool) -> tuple[Cell, ...]:
     limits = one.verdict or str(one.limits)
     gain, better = one.gain_ratio, one.p_better
-    gain_words = NOTHING if gain is None else f"{one.metric} {moved(one.metric, gain):+.1%}"
+    gain_words = (
+        NOTHING if gain is None else f"{named(one.metric)} {moved(one.metric, gain):+.1%}"
+    )
     cells = [
         Cell(one.name),
         Cell(settings_text(one.settings) if one.settings else NOTHING),

@@ -32,7 +32,7 @@ from tuner.run.predict import Predictions, capacity_per_s, predict, predict_more
 from tuner.run.time_plan import RacePlan, cold_cost_s
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.judging import TIE_LOSS, is_sure
-from tuner.search.objective import WORST_SLACK, Objective, Score, Tier, moved
+from tuner.search.objective import WORST_SLACK, Objective, Score, Tier, moved, named
 from tuner.search.posterior import Draws
 from tuner.search.race import CONFIDENCE, Odds
 from tuner.search.space import SearchSpace
@@ -301,12 +301,14 @@ def _no_gain(metric: str, gain: float | None) -> str:
     'moves e2e_p99 by +130.8%: no gain'
     >>> _no_gain("requests_per_s", -0.01)
     'moves requests_per_s by +1.0%: under 2%'
+    >>> _no_gain(WORST_SLACK, 2.8)
+    'moves the share of its tightest SLO that is used by +280.0%: no gain'
     >>> _no_gain("e2e_p99", -0.3)
     'moves e2e_p99 by -30.0% and keeps fewer of the bounds'
     """
     if gain is None:
         return "fails"
-    by = f"moves {metric} by {moved(metric, gain):+.1%}"
+    by = f"moves {named(metric)} by {moved(metric, gain):+.1%}"
     if gain <= -MIN_GAIN:
         return f"{by} and keeps fewer of the bounds"
     return f"{by}: no gain" if gain >= 0 else f"{by}: under {MIN_GAIN:.0%}"

@@ -19,7 +19,7 @@ from tuner.engine.serve_config import (
 from tuner.errors import UsageError
 from tuner.redact import redacted
 from tuner.run.knobs.records import gain_text, settings_text
-from tuner.search.objective import Bounds, moved
+from tuner.search.objective import Bounds, moved, named
 from tuner.stats import short
 
 AS_IT_IS: Final = "as it is"
@@ -195,7 +195,7 @@ class VariantComparison:
 
     def _gain(self, one: VariantFinding) -> str:
         if one.gain_ratio is not None and one.p_better is None:
-            return f"{one.metric} {moved(one.metric, one.gain_ratio):+.1%}"
+            return f"{named(one.metric)} {moved(one.metric, one.gain_ratio):+.1%}"
         return gain_text(one.metric, one.gain_ratio, one.gain_interval, one.p_better)
 
 
