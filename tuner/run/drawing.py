@@ -31,7 +31,7 @@ from tuner.search.effects import UNEXPLAINED, Effects, Unexplained
 from tuner.search.judging import COST, SLO
 from tuner.search.ladder import FINALISTS, alike
 from tuner.search.objective import WORST_SLACK, Objective, Score
-from tuner.search.posterior import CONTENDS, Draws, Learnable, drawn_of
+from tuner.search.posterior import CONTENDS, Draws, Learnable, drawn_of, wider_for
 from tuner.search.race import CONFIDENCE, Odds, RaceDecision
 from tuner.search.space import SearchSpace
 from tuner.search.trials import Observation, leader
@@ -286,6 +286,16 @@ class Drawing:
     def stretches(self) -> int:
         """Of how many stretches other traffic is drawn, none where it cannot be."""
         return sum(r.stretches for r in self._resamplers if r is not None)
+
+    @property
+    def wider(self) -> float:
+        """How many times as far as draws lie apart what is to come lies from the recorded.
+
+        Draws lie around the recorded traffic as that does around what is usual, and so does
+        what is to come: the two lie sqrt 2 times as far apart, and further as few stretches
+        vary too little.
+        """
+        return math.sqrt(2) * wider_for(self.stretches) if self.stretches else 1.0
 
     def count(self, draws: int) -> int:
         """Return how many draws are made where so many are asked for."""

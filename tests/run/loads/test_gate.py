@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -14,7 +15,9 @@ from tuner.errors import NoFeasibleConfigError, UsageError
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.runner import holds
+from tuner.run.drawing import FEW_DRAWS, Drawing
 from tuner.run.loads.gate import GateAnswer, find_gate, goodput_per_s
+from tuner.run.predict import Predictions
 from tuner.shadow.fleet import Fleet, simulate_fleet
 from tuner.shadow.prepared import PreparedTrace
 from tuner.traffic.resample import at_load
@@ -127,6 +130,26 @@ def test_replicas_share_the_bursts_that_are_too_much_for_one() -> None:
 
     kept = [count for count in range(1, 20) if keeps(count)]
     assert at.replicas == min(kept) < alone
+
+
+def test_what_a_gate_gains_on_other_traffic_is_as_open_as_both_traffics_are() -> None:
+    """The recorded lies as far from what is usual as draws from it, and what comes does too."""
+    answer, workload = a_gate(), a_workload("ttft_p95=1s")
+    drawing = Drawing(PREDICTOR, Predictions(workload))
+    heavy = answer.loads[-1]
+    plans = (ReplayPlan(load=heavy.load, gate=gate) for gate in (answer.gate, None))
+    drawn = drawing.possible(LIMITS, FEW_DRAWS)
+    gated, free = (
+        np.array(
+            [goodput_per_s(measure(r.logs(e, LIMITS, plan), workload.slos)) for r, e in drawn]
+        )
+        for plan in plans
+    )
+    low, high = np.quantile(gated - free, (0.05, 0.95)).tolist()
+    assert heavy.elsewhere.low is not None
+    assert heavy.elsewhere.high is not None
+    assert heavy.elsewhere.high - heavy.elsewhere.low > math.sqrt(2) * (high - low)
+    assert heavy.elsewhere.value == pytest.approx(np.median(gated - free))
 
 
 def test_requests_that_all_come_at_one_instant_are_not_taken_for_refused_ones() -> None:

@@ -5,7 +5,6 @@ A line of every result with an SLO.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +22,6 @@ from tuner.run.records import CapacityRecord
 from tuner.run.time_plan import duration_s
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.objective import Objective
-from tuner.search.posterior import wider_for
 from tuner.search.race import CONFIDENCE, RaceDecision
 from tuner.search.trials import Phase
 from tuner.shadow.predictor import Predictor
@@ -143,9 +141,7 @@ def draw_capacity(
 
     That is of other traffic of the kind, as long as the recorded, and by models as possible as
     this one, in multiples of the recorded load; what is `told` of the recorded lies within it.
-    Draws lie around the recorded traffic as that does around what is usual, and so does what
-    is to come: the two lie sqrt 2 times as far apart, and further as few stretches vary too
-    little. Where no other traffic can be drawn it is of models alone. None where vLLM's own
+    Where no other traffic can be drawn it is of models alone. None where vLLM's own
     scheduler is asked, which takes too long.
 
     Raises: ShadowError, UsageError.
@@ -156,9 +152,8 @@ def draw_capacity(
     found = _capacities(drawing, predictor, workload, limits)
     if not found:
         return None
-    stretches, logs = drawing.stretches, np.log(np.maximum(found, MIN_LOAD))
-    times = FEW_WIDER * (math.sqrt(2) * wider_for(stretches) if stretches else 1.0)
-    wide = np.exp(logs.mean() + times * (logs - logs.mean()))
+    logs = np.log(np.maximum(found, MIN_LOAD))
+    wide = np.exp(logs.mean() + FEW_WIDER * drawing.wider * (logs - logs.mean()))
     low, high = np.quantile(wide, [0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2]).tolist()
     return min(low, told), max(high, told)
 

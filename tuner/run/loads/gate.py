@@ -325,6 +325,8 @@ class _Search:
             ]
 
         gains = np.array(at_once(self.predictor, self.workload, drawn_gains, range(FEW_DRAWS)))
+        middles = np.median(gains, axis=0)  # where a gate does nothing that stays nothing
+        gains = middles + drawing.wider * (gains - middles)
         shares = (0.5, 0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2)
         found_in_draws = np.quantile(gains, shares, axis=0)
         found, base = [], self.workload.pieces[0].load
