@@ -90,6 +90,7 @@ BAD_INPUT = [
     ("--trace t.jsonl --slo ttft_p99=5", ("--slo", 'got "5"')),
     ("--trace t.jsonl --slo ttft_p99=0s", ("--slo", "above 0, got 0s")),
     ("--trace t.jsonl --budget 3s", ("--budget 3s", "too short for one trial", "20 s")),
+    ("--trace t.jsonl --budget 0s", ("--budget 0s is too short for one trial",)),
     ("--trace t.jsonl --budget soon", ("--budget", 'got "soon"')),
     ("--trace t.jsonl --model ./none", ("model folder ./none does not exist",)),
     ("--trace t.jsonl --config none.yaml", ("none.yaml does not exist",)),
