@@ -68,6 +68,8 @@ BAD_INPUT = [
     ("trace inspect t.jsonl --hash-block-size 99999999999999999999", ("--hash-block-size",)),
     ("plan --fleet --slo e2e_p90=2s --gpu-hour-price nan", ("--gpu-hour-price", "got 'nan'")),
     ("--trace t.jsonl --tuning none.yaml", ("none.yaml does not exist", "check its path")),
+    ("profile fit --recording t.jsonl -o -", ("a profile needs a file",)),
+    ("calibrate --profile demo --anchor itl=8ms@running=4 -o -", ("a profile needs a file",)),
     ("profile fit --recording gone.jsonl", ("gone.jsonl: no such file",)),
     ("--trace words.jsonl", ("words.jsonl line 2", "is not JSON")),
     ("--trace lacks.jsonl", ("lacks.jsonl line 2", "lacks output_length")),
