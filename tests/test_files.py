@@ -36,6 +36,20 @@ with scratch_folder() as folder:
 """
 
 
+@pytest.mark.parametrize("name", ["-", "/dev/stdout"])
+def test_standard_output_keeps_what_a_redirection_had_there(tmp_path: Path, name: str) -> None:
+    log = tmp_path / "log"
+    log.write_text("before\n")
+    code = (
+        "from pathlib import Path; from tuner.files import write_atomic; "
+        f"print('first'); write_atomic(Path({name!r}), 'text\\n'); print('last')"
+    )
+    with log.open("a") as appended:
+        subprocess.run([sys.executable, "-c", code], stdout=appended, cwd=tmp_path, check=True)
+    assert log.read_text() == "before\nfirst\ntext\nlast\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["log"]
+
+
 def test_what_a_killed_process_left_is_removed_by_the_next_one_that_needs_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import stat
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -103,6 +104,14 @@ def write_atomic(
         file.write(data)
 
 
+_STREAMS: Final = {"-": 1, "/dev/stdout": 1, "/dev/fd/1": 1, "/dev/stderr": 2, "/dev/fd/2": 2}
+
+
+def is_no_file(path: Path) -> bool:
+    """Whether a path stands for a stream or another device, which has no name of its own."""
+    return str(path) in _STREAMS or str(path).startswith("/dev/")
+
+
 @contextlib.contextmanager
 def replacing(
     path: Path,
@@ -116,15 +125,21 @@ def replacing(
 
     With a secret inside, only the owner may read it (mode 0600), from the first byte on, and a
     changed copy of a `source` is open to nobody to whom that is closed. A target that is no
-    regular file, as /dev/stdout, is written to as it is. Where a text is `expected`, the file
-    is read again right before the new one takes its place; an edit within the microseconds
+    regular file is written to as it is; "-" is standard output, and that, as /dev/stdout too,
+    is written to behind what stands where it leads. Where a text is `expected`, the file is
+    read again right before the new one takes its place; an edit within the microseconds
     between the two would be lost, as no file system compares and renames in one.
 
     Raises: UsageError, with the hint, if the file cannot be written; ChangedMeanwhileError if
         it is not as expected.
     """
+    stream = _STREAMS.get(str(path))
     try:
-        if path.exists() and not path.is_file():
+        if stream is not None:
+            sys.stdout.flush()
+            with os.fdopen(os.dup(stream), "wb") as file:
+                yield file
+        elif path.exists() and not path.is_file():
             with path.open("wb") as file:
                 yield file
         else:
@@ -135,6 +150,8 @@ def replacing(
             with _copy_for(target, mode, expected) as copy:
                 yield copy
     except OSError as error:
+        if stream is not None and isinstance(error, BrokenPipeError):
+            raise
         raise UsageError(
             f"{path} cannot be written: {error.strerror or error}", hint
         ) from error

@@ -128,8 +128,8 @@ def tune(
     it in the options, or learn it by `listener.result_written`. `listener` is told of each
     step. `source` starts engines of another kind than the installed vLLM.
 
-    The engine runs in a process of its own, which imports the calling script anew: guard the
-    call with `if __name__ == "__main__":`.
+    The engine runs in a process of its own, which imports the calling script anew if that
+    defines the class of `source`: guard the call with `if __name__ == "__main__":` then.
 
     Raises: UsageError, TraceError, ShadowError or TooFewSamplesError for what cannot be used;
         EngineError when the engine fails; NoFeasibleConfigError when nothing meets the SLOs;

@@ -8,7 +8,7 @@ from typing import Self
 
 from tuner.cli.console import say, show_result
 from tuner.cli.inputs import LimitOptions, ShadowOptions, TrafficOptions, announce
-from tuner.cli.options import Params, path_of
+from tuner.cli.options import Params, path_of, profile_at
 from tuner.cli.prometheus import PrometheusOptions
 from tuner.engine.limits import EngineLimits
 from tuner.errors import EngineError, ShadowError, UsageError
@@ -83,7 +83,7 @@ class CalibrateOptions:
         url, model = params["prometheus"], params["only_model"]
         return cls(
             shadow=shadow,
-            output=Path(params["output"]),
+            output=profile_at(params["output"]),
             config=path_of(params["config"]),
             served=LimitOptions.parse(params),
             # What was served is compared: of an answer that was cut short no more was served.

@@ -58,8 +58,7 @@ def report(run_dir: str, output: str | None) -> int:
     from tuner.cli.console import say
     from tuner.report.page import write_report
 
-    target = path_of("/dev/stdout" if output == "-" else output)
-    say(f"report written to {write_report(Path(run_dir), target)}")
+    say(f"report written to {write_report(Path(run_dir), path_of(output))}")
     return 0
 
 

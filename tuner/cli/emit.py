@@ -15,7 +15,7 @@ from tuner.emit.registry import emit, emit_patch, merge_into
 from tuner.emit.sources import read_source
 from tuner.emit.target import Names
 from tuner.errors import UsageError
-from tuner.files import ExpectedText, write_atomic
+from tuner.files import ExpectedText, is_no_file, write_atomic
 from tuner.redact import has_secrets
 
 
@@ -47,9 +47,7 @@ class EmitOptions:
             output=output,
             merge=path_of(params["merge"]),
             patch=PatchKind(patch) if patch else None,
-            names=Names(
-                output.name if output else "", params["name"] or "", params["container"] or ""
-            ),
+            names=Names(file_name(output), params["name"] or "", params["container"] or ""),
             model=params["model"],
             allow_unauthenticated=params["allow_unauthenticated"],
         )
@@ -73,11 +71,16 @@ def run_emit(options: EmitOptions) -> int:
     return 0
 
 
+def file_name(output: Path | None) -> str:
+    """Return the name by which a file says how it is used, empty for the usual one."""
+    return "" if output is None or is_no_file(output) else output.name
+
+
 def check_ending(chosen: Format, output: Path | None) -> None:
     """Refuse a file name that vLLM would refuse. Raises: UsageError."""
     if chosen not in (Format.VLLM, Format.VLLM_EXACT) or output is None:
         return
-    if output.suffix not in {".yaml", ".yml"} and not str(output).startswith("/dev/"):
+    if output.suffix not in {".yaml", ".yml"} and not is_no_file(output):
         raise UsageError(
             f"-o {output} must end in .yaml or .yml, got {output.suffix or 'no extension'}",
             "vLLM itself refuses a configuration under another name",

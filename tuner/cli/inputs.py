@@ -17,6 +17,7 @@ from tuner.cli.options import Params, path_of
 from tuner.engine.limits import EngineLimits
 from tuner.engine.serve_config import parse_engine_args
 from tuner.errors import UsageError
+from tuner.files import is_no_file
 from tuner.replay.arrivals import ClockKind, Sessions
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import START_TIMEOUT_S
@@ -81,14 +82,14 @@ def check_named(paths: Sequence[str]) -> None:
 
 def check_output(output: Path | None) -> None:
     """Refuse an -o that cannot be a file before anything is done for it. Raises: UsageError."""
-    if output is None:
+    if output is None or is_no_file(output):
         return
     if output.is_dir():
         raise UsageError(f"-o {output}: that is a folder", "name a file in it")
     folder = output.resolve().parent
     if not folder.is_dir():
         raise UsageError(f"-o {output}: its folder does not exist", "make it, or name another")
-    # A file is put in the place of the old one; what is none, as /dev/stdout, is written to.
+    # A file is put in the place of the old one; what is none, as a pipe, is written to.
     is_device = output.exists() and not output.is_file()
     if not os.access(output if is_device else folder, os.W_OK):
         raise UsageError(

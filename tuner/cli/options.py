@@ -35,6 +35,16 @@ def path_of(named: str | None) -> Path | None:
     return Path(named) if named else None
 
 
+def profile_at(named: str) -> Path:
+    """Return where a profile goes. Raises: UsageError for standard output, which is taken."""
+    if named == "-":
+        raise UsageError(
+            "-o - is standard output, which says what was learnt; a profile needs a file",
+            "for example -o profile.yaml",
+        )
+    return Path(named)
+
+
 def given_in(ctx: click.Context) -> dict[str, Any]:
     """Return the parameters that the command line names, with their values."""
     return {

@@ -9,7 +9,7 @@ from typing import Final, Self
 
 from tuner.cli.console import say, show_result
 from tuner.cli.inputs import check_output
-from tuner.cli.options import Params, path_of
+from tuner.cli.options import Params, path_of, profile_at
 from tuner.engine.serve_config import read_config
 from tuner.errors import EngineError, TooFewSamplesError, TraceError, UsageError
 from tuner.replay.plan import ReplayPlan
@@ -69,7 +69,7 @@ class ProfileFitOptions:
             recordings=tuple(map(Path, params["recording"])),
             steps=tuple(map(Path, params["steps"])),
             config=path_of(params["config"]),
-            output=Path(params["output"]),
+            output=profile_at(params["output"]),
             as_json=params["as_json"],
         )
 
@@ -124,7 +124,7 @@ class DeriveOptions:
             vllm_version=params["vllm"],
             serve_values=values,
         )
-        return cls(wanted, Path(params["output"]), params["as_json"])
+        return cls(wanted, profile_at(params["output"]), params["as_json"])
 
 
 def run_profile_derive(options: DeriveOptions) -> int:

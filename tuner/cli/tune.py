@@ -11,7 +11,7 @@ import click
 
 from tuner.cli.console import say
 from tuner.cli.displays import RunDisplay, show_outcome
-from tuner.cli.emit import check_ending, holds_secrets
+from tuner.cli.emit import check_ending, file_name, holds_secrets
 from tuner.cli.inputs import EngineOptions, TrafficOptions, check_named, check_output
 from tuner.cli.options import Params, given_in, path_of
 from tuner.cli.values import LADDER, SLO
@@ -79,7 +79,7 @@ def tuning_options(params: Params) -> TuningOptions:
         engine_args=engine.engine_args,
         slos=params["slo"],
         objective=Objective(params["objective"]),
-        budget_s=params["budget"] or DEFAULT_BUDGET_S,
+        budget_s=DEFAULT_BUDGET_S if params["budget"] is None else params["budget"],
         window=traffic.window,
         load=traffic.load,
         confidence=params["confidence"],
@@ -207,7 +207,7 @@ def _emit(job: Job, result: RunResult) -> None:
     path, output = job.run.run_path, job.output
     evidence = f"evidence in {path}, to look at: {path / REPORT_FILE}"
     rec = recommendation_of(result, job.run.engine.deployed_values, path)
-    text = emit(job.chosen, rec, Names(output.name if output else ""))
+    text = emit(job.chosen, rec, Names(file_name(output)))
     if output is None:
         sys.stdout.write(text)
         show_outcome(result, evidence)

@@ -3,8 +3,8 @@
 Answers what `tune` and the library's `tune` do alike: read the trace, start the engine, run the
 session, and keep what came of it, also after Ctrl-C and after an error.
 
-A script that calls it guards its own start with `if __name__ == "__main__":`, because the
-engine runs in a process of its own, which imports the script anew.
+A script that defines the class of `source` guards its own start with `if __name__ ==
+"__main__":`, because the engine runs in a process of its own, which imports that class.
 """
 
 from __future__ import annotations
