@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from support.paths import ROOT
-from support.recorded_parts import a_recording
+from support.recorded_parts import LIMITS, a_recording
 from support.traffic import steady
 from tuner.cli import run
 from tuner.run.result import read_result
@@ -75,6 +75,21 @@ def test_a_recording_that_its_profile_does_not_come_up_with_is_not_ranked_by(
     assert tuned(profile, recording) == 2
     said = capfd.readouterr().err
     assert "wrong by" in said
+
+
+def test_a_server_started_again_is_held_to_what_it_served_since(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "recordings"
+    folder.mkdir()
+    limits = {"max_num_seqs": 32, "max_num_batched_tokens": 256}
+    a_recording(folder, "prod", held_up_s=1.0, limits=limits)
+    since = steady(100, per_s=6.0, prompt=400, output=60)
+    a_recording(folder, "prod.1", trace=since, later_s=1000.0)
+    profile = read_profile(fitted(folder))
+    assert profile.current_limits == LIMITS
+    assert profile.metric_error_ratio == pytest.approx(0.0, abs=0.05)
+    assert json.loads(capfd.readouterr().out)["warnings"] == []
 
 
 def test_a_half_written_last_line_does_not_keep_a_profile_from_being_held_to_its_recording(

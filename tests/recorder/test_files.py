@@ -122,6 +122,16 @@ def test_the_header_says_what_is_lacking() -> None:
     assert b'"hash_scope":null' in alone
 
 
+def test_a_recording_of_several_engines_says_so_where_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "prod.jsonl"
+    with recording(path) as recorder:
+        recorder.source.engines = 2
+        recorder.offer(finished(Reported("a"), Reported("b")))
+    (remark,) = (said for said in read_trace(path).notes.remarks if "engines" in said)
+    assert remark.startswith("2 engines are recorded together: tune trace thin --replicas 2")
+    assert not RecordedServer("5c0e", engines=1).remarks
+
+
 def test_nothing_a_client_sent_reaches_the_file(tmp_path: Path) -> None:
     path = tmp_path / "prod.jsonl"
     with recording(path) as recorder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -173,7 +174,9 @@ def run_profile_fit(options: ProfileFitOptions) -> int:
     profile, learnt = learn_profile(recorded, requests, values)
     named = {"model": profile.shape.model, **profile.shape.parallel_values}
     profile = replace(profile, serve_values={**named, **profile.serve_values})
-    learnt = replace(learnt, off=_off(profile, options))
+    # What was served with other limits before is not what the current ones are held to.
+    since_s = max((float(one.ended_s[-1]) for one in recorded[:-1]), default=None)
+    learnt = replace(learnt, off=_off(profile, options, since_s))
     profile = replace(profile, metric_error_ratio=learnt.wrong_ratio)
     write_profile(options.output, profile)
     at = profile.current_limits
@@ -194,15 +197,21 @@ def run_profile_fit(options: ProfileFitOptions) -> int:
     return 0
 
 
-def _off(profile: Profile, options: ProfileFitOptions) -> dict[str, float]:
+def _off(
+    profile: Profile, options: ProfileFitOptions, since_s: float | None
+) -> dict[str, float]:
     """Return how far the recording's replay on its profile is off it, by metric.
 
     Nothing where the recording holds too few requests to compare, or a file of it none at all.
+
+    Units: since_s is when the server began that is current, in seconds since 1970.
     """
     reading = TraceReading(rows=ReadOptions(aborted=Aborted.KEEP))
     at = profile.current_limits
     try:
         trace = reading.read(options.recordings)
+        if since_s is not None:
+            trace = trace.between(since_s - trace.zero_s, math.inf)
         lines = Predictor(profile).replay(trace, at, ReplayPlan()).timelines
         return off_recorded(trace, at, lines)
     except (EngineError, TooFewSamplesError, TraceError) as cause:

@@ -158,6 +158,7 @@ class RecordingStatLogger(StatLoggerBase):  # type: ignore[misc] # vLLM is untyp
         recorder.source.vllm = vllm.__version__
         recorder.source.model = served_model(vllm_config)
         recorder.source.has_engine_counts = True
+        recorder.source.engines += 1
         if recorder.has_steps:
             recorder.source.server = described_server(vllm_config, vllm.__version__)
             self._steps = StepTap(recorder.offer)

@@ -70,6 +70,8 @@ class RecordedServer:
     """In tokens; set when prompts are seen."""
     has_engine_counts: bool = False
     sees_unfinished: bool = False
+    engines: int = 0
+    """How many report their requests here: with data parallelism several."""
     server: dict[str, Any] = field(default_factory=dict)
     """Whose steps are recorded, as `plugin.described_server` says."""
 
@@ -88,6 +90,16 @@ class RecordedServer:
             lacking.append("aborted")
         return lacking
 
+    @property
+    def remarks(self) -> list[str]:
+        """What a reader of the trace is told beside."""
+        if self.engines < 2:
+            return []
+        return [
+            f"{self.engines} engines are recorded together: tune trace thin --replicas "
+            f"{self.engines} gives one of them its share"
+        ]
+
 
 def header_line(source: RecordedServer) -> bytes:
     """Return the first line of a file: what the rest was recorded from, and what it lacks."""
@@ -101,6 +113,7 @@ def header_line(source: RecordedServer) -> bytes:
         "hash_scope": None if source.block_size is None else source.hash_scope,
         "counts_from": source.counts_from.value,
         "lacks": source.lacks,
+        "remarks": source.remarks,
     }
     return msgspec.json.encode({"trace_header": header}) + b"\n"
 
