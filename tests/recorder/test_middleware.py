@@ -150,6 +150,27 @@ def test_a_client_that_leaves_is_recorded_with_what_was_made_for_it(prod: Path) 
     assert (row["ttft_s"], len(row["hash_ids"])) == (0.5, 2)
 
 
+def test_who_is_served_as_the_server_ends_is_recorded(
+    prod: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop is over before the engine's last word would have been waited for."""
+    monkeypatch.setattr(middleware, "GRACE_S", 60.0)
+    recorder, engine = told_by_engine(), Engine()
+
+    async def app(_scope: object, receive: Any, send: Any) -> None:
+        await receive()
+        ask(engine)
+        engine.works_on("cmpl-alice-0", made=7)
+        await send(EVENTS)
+        raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        exchange(app, engine)
+    recorder.close()
+    (row,) = recorded(prod)[1]
+    assert (row["status"], row["output_length"]) == ("abort", 7)
+
+
 def test_a_client_that_leaves_as_the_engine_is_done_has_one_row(prod: Path) -> None:
     recorder, engine = told_by_engine(), Engine()
 

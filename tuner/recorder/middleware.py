@@ -15,7 +15,6 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any, Final
 
-from tuner.recorder.faults import FaultGuard
 from tuner.recorder.messages import Ended, Left, Replied, Usage
 from tuner.recorder.recorder import Recorder, process_recorder
 from tuner.recorder.tap import (
@@ -111,7 +110,7 @@ class _Guards:
     def __init__(self, recorder: Recorder) -> None:
         self.looking, self.beginning = recorder.guard(), recorder.guard()
         self.noticing, self.leaving = recorder.guard(), recorder.guard()
-        self.ending, self.closing = recorder.guard(), recorder.guard()
+        self.ending, self.closing = recorder.guard(), _Closing(recorder)
 
 
 def _listening_client(scope: Scope, recorder: Recorder) -> EngineClient | None:
@@ -184,8 +183,7 @@ class _Seen:
         if self._has_counts:
             self._recorder.offer(self._replied())
         elif self._exchange.asks:
-            known = (self._recorder, self._guards.closing, self._exchange.asks, self._left)
-            asyncio.get_running_loop().call_later(GRACE_S, _close, *known)
+            self._guards.closing.soon(self._exchange.asks, self._left)
         current_exchange.reset(self._before)
 
     @property
@@ -219,19 +217,37 @@ class _Seen:
         )
 
 
-def _close(
-    recorder: Recorder, guard: FaultGuard, asks: Sequence[Ask], left: Sequence[Left]
-) -> None:
-    """Send the recorder what is over, now that the engine has reported what it would.
+class _Closing:
+    """What is over, until the engine has reported what it would, or the recording ends."""
 
-    A response may leave work behind that goes on without it, and is reported later.
-    """
-    with guard:
-        for one in left:
-            recorder.offer(one)
-        over = [(ask.request_id, ask.number) for ask in asks if not ask.is_running()]
-        if over:
-            recorder.offer(Ended(over))
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder, self._guard = recorder, recorder.guard()
+        self._waiting: dict[int, tuple[Sequence[Ask], Sequence[Left]]] = {}
+        self._count = 0
+        recorder.before_close.append(self._close_all)
+
+    def soon(self, asks: Sequence[Ask], left: Sequence[Left]) -> None:
+        """Close what an HTTP request asked for, after GRACE_S."""
+        self._count += 1
+        self._waiting[self._count] = (asks, left)
+        asyncio.get_running_loop().call_later(GRACE_S, self._close, self._count)
+
+    def _close(self, number: int) -> None:
+        """Send the recorder what is over.
+
+        A response may leave work behind that goes on without it, and is reported later.
+        """
+        with self._guard:
+            asks, left = self._waiting.pop(number, ((), ()))
+            for one in left:
+                self._recorder.offer(one)
+            over = [(ask.request_id, ask.number) for ask in asks if not ask.is_running()]
+            if over:
+                self._recorder.offer(Ended(over))
+
+    def _close_all(self) -> None:
+        for number in [*self._waiting]:
+            self._close(number)
 
 
 def read_usage(tail: bytes) -> Usage | None:
