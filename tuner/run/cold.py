@@ -20,9 +20,9 @@ from tuner.run.drawing import Deployed
 from tuner.run.records import ColdConfirmation
 from tuner.run.time_plan import RacePlan, cold_cost_s
 from tuner.run.trial_runner import TrialRunner
-from tuner.search.judging import LIKELY, TIE_LOSS
+from tuner.search.judging import TIE_LOSS
 from tuner.search.objective import Score, Tier
-from tuner.search.race import Odds, RaceDecision, RaceVerdict, by_round
+from tuner.search.race import LIKELY, Odds, RaceDecision, RaceVerdict, by_round
 from tuner.search.trials import Phase
 from tuner.stats import Estimate
 

@@ -33,7 +33,6 @@ from tuner.run.records import (
     StartFinding,
 )
 from tuner.run.result import RunResult
-from tuner.search.judging import LIKELY
 from tuner.search.objective import Scoring, Tier, moved, moved_bounds
 from tuner.search.race import RaceDecision
 from tuner.search.trials import Trial, decisive, leader, predictions
@@ -140,7 +139,7 @@ def _is_feasible(decision: RaceDecision, trials: Sequence[Trial]) -> bool:
     By the best that was measured where the run ended before there were probabilities.
     """
     if decision.odds is not None:
-        return decision.odds.p_slo is None or decision.odds.p_slo >= LIKELY
+        return decision.odds.meets_slos
     best = leader([t.observation for t in decisive(trials)])
     return best is not None and best.score.tier is not Tier.BREAKS_SLO
 

@@ -12,14 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from tuner.search.objective import MISSED_LOAD
-from tuner.search.race import CONFIDENCE, MAX_LOSS, Odds
+from tuner.search.race import CONFIDENCE, LIKELY, MAX_LOSS, Odds
 from tuner.stats import Bools, Estimate, Floats
 
 # Settings whose expected losses differ by less than this are the same: ours, less than anybody
 # would restart a server for.
 TIE_LOSS = 0.01
-# A change must be more likely than not to be better on other traffic of the kind too.
-LIKELY = 0.5
 # What is drawn of each setting: the objective's value, and how much of its bounds is used up.
 COST, SLO, LOAD = range(3)
 
@@ -61,7 +59,10 @@ class Judged:
 
 
 def is_sure(odds: Odds) -> bool:
-    """Whether what the odds are of may replace the current setting."""
+    """Whether what the odds are of may replace the current setting.
+
+    It must be more likely than not to be better on other traffic of the kind too.
+    """
     return odds.meets_more or (odds.p_better >= odds.confidence and odds.p_elsewhere >= LIKELY)
 
 

@@ -21,7 +21,6 @@ from tuner.errors import NoFeasibleConfigError
 from tuner.search.effects import Effects
 from tuner.search.judging import (
     COST,
-    LIKELY,
     LOAD,
     SLO,
     TIE_LOSS,
@@ -38,6 +37,7 @@ from tuner.search.judging import (
 from tuner.search.objective import WORST_SLACK, Score, Tier, is_rate
 from tuner.search.race import (
     CONFIDENCE,
+    LIKELY,
     MAX_LOSS,
     OTHER_TRAFFIC,
     STANDING_SHARES,

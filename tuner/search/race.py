@@ -17,6 +17,8 @@ from tuner.stats import Estimate
 
 # How sure a change must be, and an SLO to be met: ours, as an interval of 90 % says it.
 CONFIDENCE = 0.9
+# What is more likely than not.
+LIKELY = 0.5
 # Rounds of live replays at most: ours; what is left open then is open for another reason than
 # too few replays.
 MAX_ROUNDS = 8
@@ -130,6 +132,11 @@ class Odds:
     p_slo_elsewhere: float | None = None
 
     @property
+    def meets_slos(self) -> bool:
+        """Whether every SLO is more likely to be met than not."""
+        return self.p_slo is None or self.p_slo >= LIKELY
+
+    @property
     def has_other_traffic(self) -> bool:
         """Whether what is other traffic of the kind was drawn for them."""
         return self.basis == OTHER_TRAFFIC
@@ -224,3 +231,8 @@ class RaceDecision:
     def shown(self) -> EngineLimits:
         """The configuration whose gain is shown: the one to change to, or the best measured."""
         return self.winner if self.verdict is RaceVerdict.CHANGE else self.best
+
+    @property
+    def told(self) -> EngineLimits:
+        """Of whom a run tells: who is deployed, or nearest to SLOs that nothing meets."""
+        return self.winner if self.odds is None or self.odds.meets_slos else self.best

@@ -29,7 +29,7 @@ from tuner.run.sessions.live import Session
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.budget import Budget
 from tuner.search.objective import Objective, Score, Scoring, Tier
-from tuner.search.race import RaceDecision, RaceVerdict
+from tuner.search.race import Odds, RaceDecision, RaceVerdict
 from tuner.search.trials import Phase
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import KvStart
@@ -98,6 +98,22 @@ def test_the_objective_capacity_ranks_by_it(
     assert set(seen) == set(space.grid())
     assert seen[SMALL] == Score(Tier.GOOD, 1 / capacities[SMALL], "capacity")
     assert min(seen.values(), key=lambda s: s.order).value < seen[SMALL].value
+
+
+def test_where_nothing_meets_the_slos_it_is_the_nearest_whose_load_is_told(
+    tmp_path: Path,
+) -> None:
+    odds = Odds(0.9, 0.1, None, 0.1, 0.9)
+    kept = RaceDecision(RaceVerdict.KEEP, SMALL, LARGE, (LARGE,), None, 0, "", odds=odds)
+    change = RaceDecision(RaceVerdict.CHANGE, LARGE, LARGE, (LARGE,), None, 0, "")
+    with a_run(tmp_path, TRACE, a_space(SMALL), slos=SLOS, budget_s=3600.0) as run:
+        asked = (ToyPredictor(a_profile()), run.workload)
+        of_nearest = predict_capacity(*asked, kept, SMALL)
+        assert of_nearest == predict_capacity(*asked, change, SMALL)
+        assert (of_nearest.winner or 0.0) > (of_nearest.current or 0.0) > 0.0
+        met = replace(kept, odds=replace(odds, p_slo=0.9))
+        found = predict_capacity(*asked, met, SMALL)
+        assert found.winner == found.current
 
 
 @pytest.mark.slow

@@ -114,23 +114,23 @@ class CapacityResult:
 def predict_capacity(
     predictor: Predictor, workload: Workload, decision: RaceDecision, current: EngineLimits
 ) -> CapacityResult:
-    """Predict how much load the winner and the current configuration bear.
+    """Predict how much load who is told of and the current configuration bear.
 
     Raises: ShadowError, UsageError.
     """
     found: dict[EngineLimits, Measurement] = {}
-    for limits in dict.fromkeys([decision.winner, current]):
+    for limits in dict.fromkeys([decision.told, current]):
         outcome = predictor.measure_capacity(
             workload.pieces, limits, workload.plan, workload.slos
         )
         if isinstance(outcome, Measurement) and outcome.capacity:
             found[limits] = outcome
-    best, before = found.get(decision.winner), found.get(current)
+    best, before = found.get(decision.told), found.get(current)
     current_load = before.capacity if before is not None else None
     if best is None:
         return CapacityResult(None, current_load, None)
     is_shown, borne = _is_shown(best, workload.pieces[0].load), best.capacity or 0.0
-    lies = draw_capacity(predictor, workload, decision.winner, borne) if is_shown else None
+    lies = draw_capacity(predictor, workload, decision.told, borne) if is_shown else None
     return CapacityResult(borne, current_load, None, is_shown=is_shown, interval=lies)
 
 

@@ -34,9 +34,8 @@ from tuner.run.sessions.shadow import (
 )
 from tuner.run.time_plan import RacePlan, search_windows
 from tuner.run.trial_runner import TrialRunner
-from tuner.search.judging import LIKELY
 from tuner.search.ladder import at_edge, disturbed
-from tuner.search.race import RaceDecision, RaceVerdict
+from tuner.search.race import LIKELY, RaceDecision, RaceVerdict
 from tuner.search.trials import Observation, Phase, Trial, predictions
 from tuner.shadow import simulator
 from tuner.shadow.compiled import compiled_meanwhile
@@ -219,9 +218,9 @@ class Session:
             if self.context.record.options.knobs:
                 self.context.listener.note("no knob is turned: nothing could be predicted")
             return
-        known = foretold.more([decision.winner])
+        known = foretold.more([decision.winner, decision.told])
         self.found.starting_points = compare_starting_points(self.context, known, decision)
-        self.found.clients = advise_clients(self.context, known, decision.winner)
+        self.found.clients = advise_clients(self.context, known, decision.told)
         advice = advise_on_knobs(self.context, known, decision)
         if advice is not None and self.search.plan is not None:
             try:
@@ -253,7 +252,7 @@ class Session:
             return
         windows = [workload] if search.plan is None else [workload, search.plan.workload]
         there = deployed if self.runner.engine.restarts_per_config else predictor
-        found = confirm_capacity(self.runner, there, windows, decision.winner, found)
+        found = confirm_capacity(self.runner, there, windows, decision.told, found)
         self.found.capacity = found.record
 
     def _tell_restlessness(self, decision: RaceDecision) -> None:

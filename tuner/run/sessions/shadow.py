@@ -144,10 +144,10 @@ def compare_starting_points(
     possible = [limits for limits in _starting_limits() if _leaves_blocks(own_start, limits)]
     if Caveat.CEILING_LOWERED in context.caveats:
         possible = [x for x in possible if x.within(context.space.ceiling)]
-    asked = [*possible, decision.winner]
+    asked = [*possible, decision.told]
     own = known.more(asked).predictions
     scores = {limits: scored(own.workload, own.outcomes[limits]) for limits in asked}
-    best = scores[decision.winner]
+    best = scores[decision.told]
     found = []
     for name, point in STARTING_POINTS.items():
         if point.limits not in scores:
@@ -251,7 +251,7 @@ class ShadowSession:
                 borne = predict_capacity(predictor, workload, decision, current)
                 self.found.capacity = borne.record
                 tell_headroom(context, borne)
-        self.found.clients = advise_clients(context, known, decision.winner)
+        self.found.clients = advise_clients(context, known, decision.told)
         self._keep_timelines(workload, [decision.shown, current])
         context.journal.set_state("done")
         return decision
