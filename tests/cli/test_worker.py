@@ -128,7 +128,7 @@ def a_stored_run(folder: Path, trace: Path, **changed: Any) -> None:
 
 def test_a_worker_refuses_a_folder_without_a_run_and_another_trace(tmp_path: Path) -> None:
     arguments = ["--storage", f"sqlite:///{tmp_path / 's.db'}", "--run", str(tmp_path)]
-    with pytest.raises(UsageError, match=r"run\.json cannot be read"):
+    with pytest.raises(UsageError, match=r"holds no run: run\.json is missing"):
         worker_on(ToySource(), arguments)
     a_stored_run(tmp_path, write_trace(tmp_path / "t.jsonl", n=60))
     with pytest.raises(TraceError, match="not the trace that the run was begun with"):

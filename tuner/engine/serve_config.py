@@ -360,7 +360,7 @@ def parse_engine_args(
         if not equals or not re.fullmatch(r"[A-Za-z][\w.+-]*", key):
             raise UsageError(
                 f"{option} must be key=value, got {shown_argument(argument)!r}",
-                hint="for example max-model-len=4096",
+                hint="for example block-size=32",
             )
         if key in values or twin(key) in values:
             raise UsageError(f"{option} {key} is given twice", hint="give each key one value")

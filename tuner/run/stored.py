@@ -164,6 +164,11 @@ def read_record(folder: Path) -> RunRecord:
         found = msgspec.json.decode(content, type=_Version).schema
         if found == SCHEMA:
             return msgspec.json.decode(content, type=RunRecord)
+    except FileNotFoundError:
+        raise UsageError(
+            f"{folder} holds no run: {RUN_FILE} is missing",
+            "name the directory of a run that has begun, or start a new run",
+        ) from None
     except (OSError, *UNREADABLE) as error:
         raise UsageError(
             f"{path} cannot be read: {error}",
