@@ -341,23 +341,11 @@ def test_a_hair_within_a_bound_is_no_reason_to_race_alone() -> None:
 def test_where_nobody_sustains_the_load_about_the_same_rate_is_told_by_the_tail() -> None:
     """34 and 32/s with tails of 4.87 and 4.30 s: the tier decides nothing between them."""
     all_in = bounded(32, 4.87, 0.1, load=1.6, per_s=34.0)
-    smaller = bounded(8, 4.30, 0.1, load=1.67, per_s=32.5)
-    slow = bounded(2, 9.0, 0.1, load=2.7, per_s=20.0)
+    smaller = bounded(8, 4.30, 0.1, load=1.8, per_s=32.5)
+    slow = bounded(2, 9.0, 0.1, load=3.0, per_s=20.0)
     assert won([all_in, smaller, slow]) is smaller
     assert racing(all_in, smaller, slow) == [8, 32]
     assert won([bounded(8, 4.3, 0.1, load=2.0, per_s=28.0), all_in]) is all_in
-
-
-def test_a_load_missed_by_half_is_no_price_for_an_slo_missed_by_a_hair() -> None:
-    """A small cap keeps the SLO on what it admits, while its queue grows."""
-    swamped, beyond = bounded(4, 9.0, 0.49, load=1.5), bounded(8, 1.0, 0.51, load=0.8)
-    assert won([swamped, beyond]) is beyond
-    assert racing(swamped, beyond, near_ratio=0.01) == [8]
-    # By a hair more than it bears is as near to its bounds.
-    full = bounded(4, 0.8, 0.1, load=1.01)
-    assert won([swamped, full, beyond]) is full
-    # Who keeps both leads, whatever it costs.
-    assert won([swamped, beyond, bounded(6, 5.0, 0.49, load=0.9)]).limits.max_num_seqs == 6
 
 
 @st.composite

@@ -73,10 +73,9 @@ def _sentences(run: RunFiles, observations: list[Observation]) -> tuple[str, ...
     if best is not None and math.isfinite(best.score.value):
         metric, value = best.score.metric, score(best.score.metric, best.score.value)
         chosen = f"of those within {TIE_RATIO:.0%} of each other the smallest"
-        if best.score.order[0] is Tier.NOT_SUSTAINED:
-            missed = "sustains the load" if best.score.slo_used is None else "keeps its bounds"
-            chosen = f"of those within {RATE_TIE_RATIO:.0%} of the nearest the smallest with a "
-            chosen += f"tail within {TIE_RATIO:.0%} of the shortest, as none {missed}"
+        if best.score.tier is Tier.NOT_SUSTAINED:
+            chosen = f"of those within {RATE_TIE_RATIO:.0%} of the best the smallest with a "
+            chosen += f"tail within {TIE_RATIO:.0%} of the shortest, as none sustains the load"
         sentences.append(
             f"the best is {best.limits} with {metric_name(metric)} {value} ({chosen}); the "
             "stronger the colour, the better by that"
@@ -115,9 +114,8 @@ def _by_limits(observations: list[Observation]) -> dict[EngineLimits, Observatio
 
 def _heats(values: Mapping[EngineLimits, Observation]) -> dict[EngineLimits, float]:
     """Return how near to the best each pair of the best tier is."""
-    orders = {x: o.score.order for x, o in values.items()}
-    top = min((tier for tier, _ in orders.values()), default=Tier.FAILED)
-    return heats({x: value for x, (tier, value) in orders.items() if tier is top})
+    top = min((o.score.tier for o in values.values()), default=Tier.FAILED)
+    return heats({x: o.score.value for x, o in values.items() if o.score.tier is top})
 
 
 def _cell(

@@ -324,7 +324,7 @@ def _is_lower(context: RunContext, plan: RacePlan, decision: RaceDecision) -> bo
 def _tier(score: Score, *, is_stretch: bool) -> Tier:
     """Return the tier of a replay, in which a stretch may not sustain what the whole does."""
     is_growth = is_stretch and score.tier is Tier.NOT_SUSTAINED
-    return Tier.GOOD if is_growth else score.order[0]
+    return Tier.GOOD if is_growth else score.tier
 
 
 def _with_cold(

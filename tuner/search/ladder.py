@@ -256,10 +256,10 @@ def _in_turns(candidates: Sequence[Observation], wrong_ratio: float) -> list[Obs
 
     def order_at(times: float) -> list[Observation]:
         def place(o: Observation) -> tuple[Tier, float, EngineLimits]:
-            tier, value = o.score.times(times).order
-            # Those that miss the load by about as much are ordered by the tail.
-            is_out = tier is Tier.NOT_SUSTAINED
-            return tier, o.score.value_in(Tier.GOOD) if is_out else value, o.limits
+            tier = o.score.tier_at(times)
+            # Those that do not sustain the load at about the same rate are ordered by the tail.
+            by = Tier.GOOD if tier is Tier.NOT_SUSTAINED else tier
+            return tier, o.score.value_in(by), o.limits
 
         return sorted(candidates, key=place)
 

@@ -83,7 +83,7 @@ def is_rate(metric: str) -> bool:
 
 
 class Tier(StrEnum):
-    """How good a configuration can be at all."""
+    """How good a configuration can be at all; comparisons stay within one tier."""
 
     GOOD = "0 good"
     NOT_SUSTAINED = "1 not sustained"
@@ -98,7 +98,7 @@ _OTHER_TIERS = {Tier.NOT_SUSTAINED: RATE, Tier.BREAKS_SLO: WORST_SLACK}
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A place in the order of configurations: `order` is what to sort by.
+    """A place in the order of configurations: tier first, then the smaller value.
 
     `metric` names what value is made of; a rate stands as its inverse, so that less is better
     throughout and ratios of values are ratios of the metric. `others` are the values by which
@@ -186,47 +186,36 @@ class Score:
         In the value and in every bound: what lies just beyond a bound may meet it, and what
         lies just within may not.
         """
-        wrong = 1 + wrong_ratio
-        (mine, value), (its, than) = self.times(1 / wrong).order, other.times(wrong).order
+        mine, its = self.tier_at(1 / (1 + wrong_ratio)), other.tier_at(1 + wrong_ratio)
         if mine is not its:
             return mine < its
-        if value * wrong > than:
+        if self.value_in(mine) > other.value_in(mine) * (1 + wrong_ratio):
             return False
-        if mine is not Tier.NOT_SUSTAINED or value * wrong < than / wrong:
+        if mine is not Tier.NOT_SUSTAINED or self.value_in(mine) < other.value_in(mine):
             return True
-        # No nearer to its bounds it must have a chance by its tail.
-        return self.value_in(Tier.GOOD) <= other.value_in(Tier.GOOD) * wrong
+        # At no better a rate it must have a chance by its tail.
+        return self.value_in(Tier.GOOD) <= other.value_in(Tier.GOOD) * (1 + wrong_ratio)
 
     def clearly_worse_than(self, other: Score, tolerance_ratio: float) -> bool:
         """Return whether the other wins by more than the tolerance.
 
-        Where neither sustains the load, or keeps both that and its SLOs, by how near it comes;
-        of those as near by its tail.
+        Where neither sustains the load, by its rate; of about the same rate by its tail.
         """
-        (tier, value), (its, than) = self.order, other.order
-        if tier is not its:
-            return tier > its
-        if tier is Tier.NOT_SUSTAINED:
+        if self.tier is not other.tier:
+            return self.tier > other.tier
+        if self.tier is Tier.NOT_SUSTAINED:
             tie_ratio = max(tolerance_ratio, RATE_TIE_RATIO)
-            if not value <= than * (1 + tie_ratio):
+            if not self.value <= other.value * (1 + tie_ratio):
                 return True
-            if than > value * (1 + tie_ratio):
+            if other.value > self.value * (1 + tie_ratio):
                 return False
             return self.value_in(Tier.GOOD) > other.value_in(Tier.GOOD) * (1 + tolerance_ratio)
-        return value > than * (1.0 + tolerance_ratio)
+        return self.value > other.value * (1.0 + tolerance_ratio)
 
     @property
-    def order(self) -> tuple[Tier, float]:
-        """Return what to sort by: the tier, then the smaller value.
-
-        Where SLOs and the load are bounds alike, all that miss one stand in one tier, by how
-        much they use of the one that they miss by the most: a queue that grows twice as fast as
-        it is served is no price for an SLO that is just missed.
-        """
-        is_out = self.tier in (Tier.NOT_SUSTAINED, Tier.BREAKS_SLO)
-        if is_out and self.slo_used is not None and self.load_used is not None:
-            return Tier.NOT_SUSTAINED, max(self.slo_used, self.load_used)
-        return self.tier, self.value
+    def order(self) -> tuple[str, float]:
+        """Return what to sort by."""
+        return (str(self.tier), self.value)
 
 
 @dataclass(frozen=True, slots=True)

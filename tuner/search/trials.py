@@ -111,17 +111,20 @@ def leader(
 ) -> Observation | None:
     """Return the best observation; among ties the smallest limits.
 
-    Of settings that all miss the load, or that and their SLOs, those within `rate_tie` of the
-    nearest are told apart by their tails.
+    Of settings that all do not sustain the load those within `rate_tie` of the best rate are
+    told apart by their tails.
     """
     whole = [o for o in observations if o.is_whole]
     if not whole:
         return None
     best = min(whole, key=lambda o: o.score.order)
-    tier, nearest = best.score.order
-    if tier is Tier.NOT_SUSTAINED:
-        furthest = (tier, nearest * (1 + rate_tie))
-        whole = [o for o in whole if o.score.order <= furthest]
+    if best.score.tier is Tier.NOT_SUSTAINED:
+        whole = [
+            o
+            for o in whole
+            if o.score.tier is best.score.tier
+            and o.score.value <= best.score.value * (1 + rate_tie)
+        ]
         best = min(whole, key=lambda o: o.score.value_in(Tier.GOOD))
     tied = [o for o in whole if not o.score.clearly_worse_than(best.score, TIE_RATIO)]
     return min(tied, key=lambda o: o.limits)
