@@ -112,7 +112,12 @@ def limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
 
 
-def read_one(target: Target, folder: Path, data: bytes) -> tuple[str, str, str]:
+def read_one(
+    target: Target,
+    folder: Path,
+    data: bytes,
+    limit: Callable[[], contextlib.AbstractContextManager[None]] = bounded,
+) -> tuple[str, str, str]:
     """Return what came of an input, and of a fault its kind and its detail."""
     for left in folder.iterdir():
         left.unlink()
@@ -121,7 +126,7 @@ def read_one(target: Target, folder: Path, data: bytes) -> tuple[str, str, str]:
     path = folder / target.file
     path.write_bytes(data)
     try:
-        with bounded():
+        with limit():
             return tried(target, path), "", ""
     except TooSlowError:
         return "", "slow", _where(sys.exception())
@@ -148,7 +153,7 @@ def work(seed: int, first: int, last: int, only: str) -> None:
         folder = Path(name)
         for target in known.values():  # what is imported and compiled at first use
             for sample in target.samples:
-                read_one(target, folder, sample)
+                read_one(target, folder, sample, contextlib.nullcontext)
         limit_memory()
         for number in range(first, last):
             label, target, data = made(known, seed, number)

@@ -171,7 +171,7 @@ def public_traces() -> Iterator[tuple[str, Target]]:
 # --- what a recorder writes ---
 
 
-def _steps() -> bytes:
+def _steps(window: int | None = None) -> bytes:
     from tuner.recorder.steps import steps_header, steps_line
 
     numbers = array("q")
@@ -185,7 +185,7 @@ def _steps() -> bytes:
             "vocab_size": 99,
             "is_hybrid": False,
             "layers": [],
-            "sliding_window": None,
+            "sliding_window": window,
         },
         "parallel_config": dict.fromkeys(
             ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), 1
@@ -215,7 +215,10 @@ ROW: Final = (
 
 def recordings() -> Iterator[tuple[str, Target]]:
     """Yield what `tune profile fit` reads."""
-    yield "recorded/steps", Target.of("prod.steps", lambda path: read_steps([path]), _steps())
+    yield (
+        "recorded/steps",
+        Target.of("prod.steps", lambda path: read_steps([path]), _steps(), _steps(64)),
+    )
     head = b'{"trace_header": {"version": 1, "recorded_by": "recorder 1", "clock": "wall"}}\n'
     read = RecordedRequests.read
     yield (
