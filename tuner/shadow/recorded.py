@@ -113,8 +113,8 @@ class _Row(msgspec.Struct, frozen=True):
     @property
     def first_s(self) -> float:
         """When its first token came, of one whose time is known."""
-        if self.decode_s is None and self.ttft_s is not None:
-            return self.arrived_at_s + self.ttft_s
+        if self.is_cut:
+            return self.arrived_at_s + (self.ttft_s or 0.0)
         return self.ends_s - (self.decode_s or 0.0)
 
 

@@ -16,7 +16,7 @@ from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.runner import holds
 from tuner.run.drawing import FEW_DRAWS, Drawing
-from tuner.run.loads.gate import GateAnswer, find_gate, goodput_per_s
+from tuner.run.loads.gate import GateAnswer, _Search, find_gate, goodput_per_s
 from tuner.run.predict import Predictions
 from tuner.shadow.fleet import Fleet, simulate_fleet
 from tuner.shadow.prepared import PreparedTrace
@@ -130,6 +130,15 @@ def test_replicas_share_the_bursts_that_are_too_much_for_one() -> None:
 
     kept = [count for count in range(1, 20) if keeps(count)]
     assert at.replicas == min(kept) < alone
+
+
+def test_replicas_that_do_not_hold_a_load_are_never_told() -> None:
+    """Where one bears more alone than in a fleet, as by prefixes that it then sees more of."""
+    workload = a_workload("ttft_p95=1s")
+    search = _Search(PREDICTOR, LIMITS, workload, (6.0,))
+    told = search._replicas(6.0, capacity=a_gate().capacity)
+    assert told is not None
+    assert search._replicas(6.0, capacity=3.0) == told > 2
 
 
 def test_what_a_gate_gains_on_other_traffic_is_as_open_as_both_traffics_are() -> None:

@@ -175,18 +175,19 @@ def fewest_replicas(
     limits: EngineLimits,
     plan: ReplayPlan,
     slos: tuple[Slo, ...],
+    first: int,
     most: int,
 ) -> int | None:
-    """Return how many replicas keep the SLOs for a trace, None where up to so many do not.
+    """Return how many replicas keep the SLOs for a trace, None where up to `most` do not.
 
-    Behind a router that goes by what each has in flight.
+    Behind a router that goes by what each has in flight. `first` is the number to begin with.
 
     Raises: EngineError, ShadowError; UsageError where memory is too little.
     """
     aim = FleetAim(
         slos, Router.LEAST_LOADED, devices=1, most=most, stretch_s=trace.due_s[-1] + 1.0
     )
-    return _Sizer(predictor.as_deployed(), trace, plan, aim).fewest(0, limits, most)
+    return _Sizer(predictor.as_deployed(), trace, plan, aim).fewest(0, limits, first)
 
 
 def _slower(predictor: Predictor) -> Predictor:

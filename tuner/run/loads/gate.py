@@ -57,7 +57,7 @@ class GatedLoad:
     `elsewhere` is by how much the goodput is larger with the gate on other traffic: draws of
     traffic of the kind and of models that are as possible; `odds` is the share of draws in
     which it gains. So many `replicas` hold the load within the SLOs without a gate, None where
-    no number does.
+    none are known to.
 
     Units: goodput in requests per second in which requests came.
     """
@@ -342,23 +342,25 @@ class _Search:
         return tuple(found)
 
     def _replicas(self, load: float, capacity: float | None) -> int | None:
-        """Return how many replicas hold a load within the SLOs, None where no number does.
+        """Return how many replicas hold a load within the SLOs, None where none are known to.
 
-        As many as would if each had users of its own are enough, and fewer are behind a router,
-        where they share bursts; of many, or where memory is too little, that is not looked for.
+        Behind a router, where they share bursts and each sees less of a prefix come again: it
+        begins with as many as would if each had users of its own. Those are told where they
+        are more than are simulated, or memory is too little for that.
         """
         if capacity is None:
             return None
         (piece,), slos = self.workload.pieces, self.workload.slos
-        enough = math.ceil(load * piece.load / capacity)
-        if enough == 1 or enough > MOST_SIMULATED:
-            return enough
+        alone = math.ceil(load * piece.load / capacity)
+        if alone == 1 or alone > MOST_SIMULATED:
+            return alone
         plan, trace = replace(self.workload.plan, load=load), piece.all_measured()
         try:
-            found = fewest_replicas(self.predictor, trace, self.limits, plan, slos, enough)
+            return fewest_replicas(
+                self.predictor, trace, self.limits, plan, slos, alone, MOST_SIMULATED
+            )
         except UsageError:
-            return enough
-        return found or enough
+            return alone
 
     def affected(self, gate: GateLimits, load: float) -> Iterator[Affected]:
         """Tell what becomes of a third of the requests each, by prompt and by answer."""
