@@ -61,7 +61,8 @@ class Judged:
 def is_sure(odds: Odds) -> bool:
     """Whether what the odds are of may replace the current setting.
 
-    It must be more likely than not to be better on other traffic of the kind too.
+    A gain must be more likely than not on other traffic of the kind too; bounds that the
+    current one misses are judged on the recorded traffic alone.
     """
     return odds.meets_more or (odds.p_better >= odds.confidence and odds.p_elsewhere >= LIKELY)
 
