@@ -9,9 +9,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -73,9 +73,9 @@ def ready(host: EngineProcess) -> None:
 
 
 def pid_of(host: EngineProcess) -> int:
-    assert host._process is not None
-    assert host._process.pid is not None
-    return host._process.pid
+    assert host._child is not None
+    assert host._child.process.pid is not None
+    return host._child.process.pid
 
 
 def test_a_replay_in_the_child_is_the_replay_here(host: EngineProcess) -> None:
@@ -115,8 +115,8 @@ def test_progress_is_heard_and_the_caller_may_stop(host: EngineProcess) -> None:
 
 
 def test_a_stop_that_comes_too_late_harms_nothing(host: EngineProcess) -> None:
-    assert host._connection is not None
-    host._connection.send("stop")
+    assert host._child is not None
+    host._child.connection.send("stop")
     log = host.replay("short", LIMITS, ReplayPlan())
     assert log.timelines.count(Outcome.COMPLETED) == len(TRACE)
 
@@ -185,8 +185,7 @@ def test_a_child_that_is_ended_while_another_thread_asks_is_ended_once(
         with pytest.raises(EngineError, match="died during replay"):
             asked.result(PATIENCE_S)
     assert not is_alive(pid)
-    assert host._process is None
-    assert host._connection is None
+    assert host._child is None
 
 
 def test_a_child_that_is_killed_while_idle_is_noticed_at_the_next_request(
@@ -283,7 +282,7 @@ from tuner.replay.process import EngineProcess
 from tuner.replay.plan import ReplayPlan
 
 def tell(progress):
-    print(json.dumps(host._process.pid), flush=True)
+    print(json.dumps(host._child.process.pid), flush=True)
     return True
 
 if __name__ == "__main__":
@@ -381,6 +380,90 @@ def test_every_engine_starts_in_a_process_of_its_own(log_path: Path) -> None:
     assert asked == first
     assert second != first
     assert not is_alive(first)
+
+
+@dataclass(frozen=True, slots=True)
+class DiarySource(ToySource):
+    """A toy whose processes write down what they are asked, and may die of the facts."""
+
+    diary: str = ""
+    no_facts_after: int = 1_000
+
+    def facts(self, values: Mapping[str, object]) -> EngineFacts:
+        """Resolve a configuration, and write that down."""
+        asked = self.write("facts")
+        if asked > self.no_facts_after:
+            os._exit(EXIT_CODE)
+        return ToySource.facts(self, values)
+
+    def start(self, values: Mapping[str, object], ceiling: EngineLimits) -> ToyEngine:
+        """Start, and write that down."""
+        ToySource.facts(self, values)
+        self.write("start")
+        return ToyEngine(self, ceiling)
+
+    def write(self, what: str) -> int:
+        """Write a line and return how many such lines there are."""
+        with Path(self.diary).open("a") as diary:
+            diary.write(f"{what} {os.getpid()}\n")
+        return sum(line.startswith(what) for line in Path(self.diary).read_text().splitlines())
+
+
+@pytest.fixture
+def diary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DiarySource:
+    """Return a source of engines whose processes begin ahead, however fast they import."""
+    monkeypatch.setattr("tuner.replay.process.WORTH_S", 0.0)
+    return DiarySource(diary=str(tmp_path / "diary"))
+
+
+def test_the_process_of_an_expected_engine_imports_before_the_one_ahead_has_started(
+    diary: DiarySource, log_path: Path
+) -> None:
+    with EngineProcess(diary, log_path) as host:
+        host.facts({})
+        host.expect(2)
+        host.start({}, CEILING)
+        first = pid_of(host)
+        host.load("short", TRACE, 0)
+        diary.write("measured")
+        host.replay("short", LIMITS, ReplayPlan())
+        host.start({}, CEILING)
+        second = pid_of(host)
+        host.start({}, CEILING)
+        third = pid_of(host)
+    told = [line.split() for line in Path(diary.diary).read_text().splitlines()]
+    asked = [(what, int(pid)) for what, pid in told if what != "measured"]
+    assert sorted(asked[:3]) == sorted([("facts", first), ("start", first), ("facts", second)])
+    assert asked[3:] == [("start", second), ("start", third)]
+    assert [what for what, _ in told].index("measured") == 3
+    assert not any(map(is_alive, (first, second, third)))
+
+
+def test_an_expected_process_that_dies_is_made_up_for(
+    diary: DiarySource, log_path: Path
+) -> None:
+    source = replace(diary, no_facts_after=1)
+    with EngineProcess(source, log_path) as host:
+        host.facts({})
+        host.expect(2)
+        host.start({}, CEILING)
+        host.start({}, CEILING)
+        host.load("short", TRACE, 0)
+        assert len(host.replay("short", LIMITS, ReplayPlan()).timelines.last_s) == len(TRACE)
+
+
+@pytest.mark.parametrize("end", ["close", "kill"])
+def test_a_process_that_began_ahead_ends_with_the_others(
+    diary: DiarySource, log_path: Path, end: str
+) -> None:
+    host = EngineProcess(diary, log_path)
+    host.facts({})
+    host.expect(2)
+    host.start({}, CEILING)
+    getattr(host, end)()
+    pids = {int(line.split()[1]) for line in Path(diary.diary).read_text().splitlines()}
+    assert len(pids) == 2
+    assert not any(map(is_alive, pids))
 
 
 def test_a_start_that_hangs_ends_with_what_it_said_last(log_path: Path) -> None:

@@ -60,7 +60,8 @@ class PlantedProcess:
         self._source, self.log_path = cast("PlantedSource", source), log_path
         self._ear = _Ear()
         self._worker: _EngineWorker | None = None
-        self._has_started = False
+        self._has_started = self._has_next = False
+        self._expected = 0
         self.first_answer_s = 0.0
 
     def __enter__(self) -> Self:
@@ -74,12 +75,20 @@ class PlantedProcess:
         answer: EngineFacts = self._asked("facts", self._source, values)
         return answer
 
+    def expect(self, starts: int) -> None:
+        """Say how many engines will start from now on."""
+        self._expected = starts
+
     def start(self, values: Mapping[str, object], ceiling: EngineLimits) -> EngineStart:
-        """Start an engine in a process that has started none."""
+        """Start an engine in a process that has started none; that of the next one imports."""
         if self._has_started:
             self.kill()
         self._has_started = True
         answer: EngineStart = self._asked("start", self._source, values, ceiling)
+        if self._expected > 1:
+            self._source.clock.pass_s(max(0.0, PROCESS_S - answer.start_s - answer.warm_up_s))
+            self._has_next = True
+        self._expected = max(0, self._expected - 1)
         return answer
 
     def load(self, name: str, trace: Trace, seed: int) -> None:
@@ -107,7 +116,8 @@ class PlantedProcess:
 
     def _asked(self, name: str, *arguments: object) -> Any:
         if self._worker is None:
-            self._source.clock.pass_s(PROCESS_S)
+            self._source.clock.pass_s(0.0 if self._has_next else PROCESS_S)
+            self._has_next = False
             self._worker = _EngineWorker(cast("Any", self._ear))
             self.first_answer_s = self.first_answer_s or PROCESS_S
         try:

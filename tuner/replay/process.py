@@ -2,7 +2,8 @@
 
 The parent requests starts and replays; the child starts the engine, warms it up, replays and
 answers. The child's output goes to a log file, whose last words explain a death. No process
-starts a second engine: what the first leaves on a device is counted against the next.
+starts a second engine: what the first leaves on a device is counted against the next. The
+process of an engine that is expected imports vLLM while the one before it starts.
 """
 
 from __future__ import annotations
@@ -198,6 +199,9 @@ CLOSE_S = 20.0
 START_TIMEOUT_S = 1800.0
 """How long a start may take unless said otherwise: ours; weights of a large model come over a
 network, and graphs are captured."""
+# The process of the next engine begins early where importing takes longer: ours, what it costs
+# beside the start is not worth less.
+WORTH_S = 3.0
 _POLL_S = 0.1
 
 
@@ -209,42 +213,70 @@ def _shared(others: Sequence[str]) -> str:
     )
 
 
-def _receive(
-    connection: Connection, process: SpawnProcess, until_s: float, on_wait: Callable[[], None]
-) -> tuple[str, Any]:
+def _receive(child: _Child, until_s: float, on_wait: Callable[[], None]) -> tuple[str, Any]:
     """Wait for the child's next message, until an instant of the monotonic clock.
 
     Raises: EOFError once the child is dead and no message is left; TimeoutError.
     """
     on_wait()
-    while not connection.poll(_POLL_S):
+    while not child.connection.poll(_POLL_S):
         on_wait()
-        if not process.is_alive() and not connection.poll():
+        if not child.process.is_alive() and not child.connection.poll():
             raise EOFError
         if time.monotonic() > until_s:
             raise TimeoutError
-    kind, answer = connection.recv()
+    kind, answer = child.connection.recv()
     return kind, answer
 
 
-def _kill_group(process: SpawnProcess | None) -> None:
-    """Kill a process and its group, and wait for its end."""
-    if process is not None and process.pid is not None:
-        # One that was waited for has no id any more that could not be another's.
-        kills = (os.killpg,) if process.exitcode is not None else (os.killpg, os.kill)
-        for kill in kills:
-            with suppress(ProcessLookupError, PermissionError):
-                kill(process.pid, signal.SIGKILL)
-        process.join(CLOSE_S)
+@dataclass(frozen=True, slots=True)
+class _Child:
+    """A process for one engine, and the parent's end of the line to it."""
+
+    process: SpawnProcess
+    connection: Connection
+    began_s: float
+
+    @classmethod
+    def spawned(cls, source: EngineSource, log_path: Path) -> Self:
+        """Return a child that waits to be told what to do."""
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(
+            target=serve_parent, args=(theirs, str(log_path)), name="tune-engine"
+        )
+        began_s = time.monotonic()
+        # A child that is started and never told what to do would show a traceback.
+        with undisturbed(), _without_main(source):
+            process.start()
+        theirs.close()
+        return cls(process, ours, began_s)
+
+    def close(self) -> None:
+        """Have it free its resources and end."""
+        with suppress(OSError):
+            self.connection.send(("close", ()))
+            self.process.join(CLOSE_S)
+
+    def kill(self) -> None:
+        """Kill it and all it started, and wait for its end."""
+        pid = self.process.pid
+        if pid is not None:
+            # One that was waited for has no id any more that could not be another's.
+            is_ended = self.process.exitcode is not None
+            for kill in (os.killpg,) if is_ended else (os.killpg, os.kill):
+                with suppress(ProcessLookupError, PermissionError):
+                    kill(pid, signal.SIGKILL)
+            self.process.join(CLOSE_S)
 
 
 class EngineProcess:
     """The parent's handle on the engine's process.
 
     The process starts with the first request, again after a failure, and anew for every engine
-    after the first. Every request either returns, raises what the child raised, or raises
-    EngineError with the last words of a child that died, or that took longer than
-    `start_timeout_s` to start an engine.
+    after the first, or before it if one is expected. Every request either returns, raises what
+    the child raised, or raises EngineError with the last words of a child that died, or that
+    took longer than `start_timeout_s` to start an engine.
 
     Units: seconds.
     """
@@ -256,11 +288,12 @@ class EngineProcess:
         self.log_path = log_path
         self._has_started = False
         self._gpus: Gpus | None = None
-        self._process: SpawnProcess | None = None
-        self._connection: Connection | None = None
+        self._child: _Child | None = None
+        self._next: _Child | None = None
+        self._is_next_ready = False
+        self._expected = 0
         self._log_mark = 0
         self._requesting = threading.RLock()
-        self._process_began_s = 0.0
         self.first_answer_s = 0.0
         """What a process takes to give its first answer, its imports included."""
 
@@ -275,18 +308,36 @@ class EngineProcess:
         answer: EngineFacts = self._request("facts", self._source, values)
         return answer
 
+    def expect(self, starts: int) -> None:
+        """Say how many engines will start from now on, as far as is known.
+
+        While one starts the process of the next imports, where that takes long.
+        """
+        self._expected = starts
+
     def start(self, values: Mapping[str, object], ceiling: EngineLimits) -> EngineStart:
         """Start an engine in a child that has started none before.
 
-        What was loaded for another one has to be loaded anew.
+        What was loaded for another one has to be loaded anew. Nothing imports any more once
+        this returns.
 
         Raises: UsageError, EngineError.
         """
         if self._has_started:
-            self.close()
+            self._end_child()
+        self._ensure()
         self._has_started = True
+        if self._expected > 1 and self.first_answer_s > WORTH_S:
+            self._begin_next(values)
+        answer = self._started(values, ceiling)
+        self._expected = max(0, self._expected - 1)
+        self._await_next()
+        return answer
+
+    def _started(self, values: Mapping[str, object], ceiling: EngineLimits) -> EngineStart:
+        """Start an engine in the child, and see who else is on its GPUs."""
         self._gpus = Gpus.of(values)
-        own = None if self._process is None else self._process.pid
+        own = None if self._child is None else self._child.process.pid
         others = () if self._gpus is None else tuple(self._gpus.others(own))
         try:
             answer: EngineStart = self._request("start", self._source, values, ceiling)
@@ -351,13 +402,14 @@ class EngineProcess:
         on_progress: Callable[[Progress], bool] | None,
         on_wait: Callable[[], None],
     ) -> Any:  # noqa: ANN401 - as above
-        connection, process = self._ensure()
+        child = self._ensure()
+        connection = child.connection
         patience_s = self._start_timeout_s if name == "start" else math.inf
         try:
             connection.send((name, arguments))
             until_s = time.monotonic() + patience_s
             while True:
-                kind, answer = _receive(connection, process, until_s, on_wait)
+                kind, answer = _receive(child, until_s, on_wait)
                 if kind == "progress":
                     if on_progress is not None and not on_progress(answer):
                         connection.send(STOP)
@@ -366,45 +418,67 @@ class EngineProcess:
                     raise self._with_cause(answer)
                 else:
                     if not self.first_answer_s:
-                        self.first_answer_s = time.monotonic() - self._process_began_s
+                        self.first_answer_s = time.monotonic() - child.began_s
                     return answer
         except (EOFError, ConnectionError) as gone:
-            raise self._death(name, process) from gone
+            raise self._death(name, child.process) from gone
         except TimeoutError as late:
-            self.kill()
+            self._drop_child()
             words = last_words(self.log_path, self._log_mark)
             raise EngineError(
                 f"the engine did not start within {patience_s:.0f} s; its last words: {words}",
                 f"allow more with --start-timeout, or look why in {self.log_path}",
             ) from late
         except EngineError as error:
-            self.kill()
+            self._drop_child()
             hint = f"{error.hint}; " if error.hint else ""
             message = redacted_text(error.message)
             raise EngineError(message, f"{hint}see {self.log_path}") from error
 
-    def _ensure(self) -> tuple[Connection, SpawnProcess]:
-        """Return the running child, or start one."""
-        if self._process is None or self._connection is None:
-            context = multiprocessing.get_context("spawn")
-            ours, theirs = context.Pipe()
+    def _ensure(self) -> _Child:
+        """Return the running child, or make the next one it, or start one."""
+        if self._child is None:
+            self._await_next()
             self._log_mark = self.log_path.stat().st_size if self.log_path.exists() else 0
-            self._process = context.Process(
-                target=serve_parent, args=(theirs, str(self.log_path)), name="tune-engine"
-            )
-            self._process_began_s = time.monotonic()
-            # A child that is started and never told what to do would show a traceback.
-            with undisturbed(), _without_main(self._source):
-                self._process.start()
-            theirs.close()
-            self._connection = ours
-        return self._connection, self._process
+            self._child, self._next = self._next, None
+        if self._child is None:
+            self._child = _Child.spawned(self._source, self.log_path)
+        return self._child
+
+    def _begin_next(self, values: Mapping[str, object]) -> None:
+        """Have the process of the next engine import what it needs to tell the facts."""
+        if self._next is None:
+            self._next = _Child.spawned(self._source, self.log_path)
+            self._is_next_ready = False
+            with suppress(ConnectionError):
+                self._next.connection.send(("facts", (self._source, values)))
+
+    def _await_next(self) -> None:
+        """Wait until the process of the next engine, if there is one, has imported.
+
+        One that failed is forgotten: the start that needs it has another, and says why.
+        """
+        if self._next is None:
+            return
+        is_alive = self._next.process.is_alive()
+        if is_alive and not self._is_next_ready:
+            try:
+                until_s = time.monotonic() + self._start_timeout_s
+                kind, _ = _receive(self._next, until_s, lambda: None)
+                is_alive = kind == "done"
+            except (EOFError, ConnectionError, TimeoutError):
+                is_alive = False
+        self._is_next_ready = is_alive
+        if not is_alive:
+            self._next.kill()
+            self._next.connection.close()
+            self._next = None
 
     def _death(self, stage: str, process: SpawnProcess) -> EngineError:
         """Return the error for a child that died; the next request starts another."""
         process.join(CLOSE_S)
         code = process.exitcode
-        self.kill()
+        self._drop_child()
         how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
         if code == -signal.SIGKILL:
             how = "killed, most likely out of memory"
@@ -415,29 +489,46 @@ class EngineProcess:
         )
 
     def kill(self) -> None:
-        """End the child and all it started, at once; another thread may be waiting for it."""
+        """End all children and what they started, at once; a thread may be waiting for one."""
         deadline_s = time.monotonic() + CLOSE_S
-        _kill_group(self._process)
+        self._kill_all()
         # A thread that waits for an answer fails before its connection becomes another's;
         # what it was starting a moment ago goes as well.
         while not (is_ours := self._requesting.acquire(timeout=_POLL_S)):
             if time.monotonic() > deadline_s:
                 break
-            _kill_group(self._process)
+            self._kill_all()
         try:
-            _kill_group(self._process)
-            if self._connection is not None:
-                self._connection.close()
-            self._process = self._connection = None
-            self._has_started = False
+            self._kill_all()
+            if self._next is not None:
+                self._next.connection.close()
+                self._next = None
+            self._drop_child()
         finally:
             if is_ours:
                 self._requesting.release()
 
+    def _kill_all(self) -> None:
+        for child in (self._child, self._next):
+            if child is not None:
+                child.kill()
+
+    def _drop_child(self) -> None:
+        """End the child and all it started, at once; the next request has another."""
+        if self._child is not None:
+            self._child.kill()
+            self._child.connection.close()
+        self._child = None
+        self._has_started = False
+
+    def _end_child(self) -> None:
+        """End the child, which has time to free its resources."""
+        if self._child is not None:
+            self._child.close()
+        self._drop_child()
+
     def close(self, *, gently: bool = True) -> None:
-        """End the child; if gently, it has time to free its resources."""
-        if gently and self._process is not None and self._connection is not None:
-            with suppress(OSError):
-                self._connection.send(("close", ()))
-                self._process.join(CLOSE_S)
+        """End all children; if gently, they have time to free their resources."""
+        if gently:
+            self._end_child()
         self.kill()

@@ -19,7 +19,7 @@ from tuner.errors import EngineError
 from tuner.replay.loop import Progress, ReplayLog
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import CutRule, ReplayPlan
-from tuner.replay.process import EngineProcess, EngineStart
+from tuner.replay.process import WORTH_S, EngineProcess, EngineStart
 from tuner.replay.slo import Slo
 from tuner.replay.timeline import Outcome
 from tuner.traffic.resample import at_load, multiple_of
@@ -201,17 +201,25 @@ class EngineRunner:
         """Seconds until a process that was just started answers."""
         return self._process.first_answer_s
 
+    def expect(self, starts: int) -> None:
+        """Say how many engines will start from now on, so that their processes begin ahead."""
+        self._process.expect(starts)
+
     def cold_start_s(self, limits: EngineLimits) -> float:
         """Return what starting at the limits in a process of its own should take.
 
         As it took at the ceiling, but for batches that such an engine is not warmed up with.
+        Its process has begun before, where that is worth it, and another's begins meanwhile.
         """
         top = self.ceiling
         share = max(
             limits.max_num_seqs / top.max_num_seqs,
             limits.max_num_batched_tokens / top.max_num_batched_tokens,
         )
-        return self.process_s + self.start_s - self.warm_up_s * (1 - min(1.0, share))
+        start_s = self.start_s - self.warm_up_s * (1 - min(1.0, share))
+        if self.process_s > WORTH_S:
+            return max(self.process_s, start_s)
+        return self.process_s + start_s
 
     @property
     def restarts_per_config(self) -> bool:

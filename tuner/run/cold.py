@@ -127,7 +127,8 @@ def confirm_cold(
         cold = _cold_of(context, plan, decision, deployed)
         is_odd = cold.deviations > COLD_DIFFERS
         is_odd |= cold.winner.tier is not Tier.FAILED and _is_lower(context, plan, decision)
-        if is_odd and context.left_s >= cost_s:
+        # No process has begun ahead of these.
+        if is_odd and context.left_s >= cost_s + runner.engine.process_s:
             start_all(runner, plan.workload, pair[::-1], 2)
             cold = _cold_of(context, plan, decision, deployed)
     if _shows_nothing(context, decision, cold):
@@ -178,10 +179,11 @@ def start_all(
     runner: TrialRunner, workload: Workload, order: Sequence[EngineLimits], starts: int
 ) -> None:
     """Replay each on an engine started with its limits, until it has had so many starts."""
-    for limits in order:
-        if len(_known_cold(runner.context, limits)) < starts:
-            cut = runner.context.within_time
-            runner.measure(limits, Phase.COLD, workload, cut, is_cold=True)
+    missing = [one for one in order if len(_known_cold(runner.context, one)) < starts]
+    runner.engine.expect(len(missing))
+    for limits in missing:
+        cut = runner.context.within_time
+        runner.measure(limits, Phase.COLD, workload, cut, is_cold=True)
 
 
 def _known_cold(context: RunContext, limits: EngineLimits) -> list[Score]:
