@@ -33,7 +33,6 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -339,8 +338,8 @@ def started(
         for name, piece in zip(workload.names, workload.pieces, strict=True):
             engine.use(name, piece)
         names, plan = workload.names * replays, workload.plan
-        replay = partial(engine.measure, names, limits, plan, ())
-        outcome = engine.measure_cold(limits, replay, changes)
+        with engine.cold(limits, changes) as failure:
+            outcome = failure or engine.measure(names, limits, plan, ())
     if not isinstance(outcome, Measurement):
         return Start(math.inf, math.nan)
     cost = scored(workload, outcome).value_in(Tier.GOOD)

@@ -19,6 +19,7 @@ from support.traffic import replay_toy
 from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat
 from tuner.replay.metrics import measure
+from tuner.replay.plan import CutRule
 from tuner.replay.slo import Slo
 from tuner.run.cold import (
     COLD_EFFECT,
@@ -132,6 +133,48 @@ def test_each_cold_engine_is_started_with_the_values_it_would_be_deployed_with(
         assert set(run.engine.cold_blocks) == {BETTER, CURRENT}
         # The next replay needs an engine that takes any limits again.
         assert run.engine.ensure_started().info.ceiling == run.context.space.ceiling
+
+
+@pytest.mark.parametrize(
+    ("start_costs", "time_holds", "replays"),
+    [(5.0, 100.0, 3), (1.2, 100.0, 2), (0.1, 100.0, 1), (5.0, 13.0, 1), (5.0, 15.0, 2)],
+)
+def test_a_start_that_costs_more_than_its_replays_has_several(
+    tmp_path: Path, start_costs: float, time_holds: float, replays: int
+) -> None:
+    """In replays of the pair: what a start costs, and what the time holds."""
+    gain = known_ratio(BETTER)
+    predicted = {
+        limits: measure([replay_toy(TRACE, limits, CROWDED_TOY)])
+        for limits in (BETTER, CURRENT)
+    }
+    replay_s = sum(found.busy_s for found in predicted.values()) / 2
+    space, budget_s = a_space(CURRENT), time_holds * replay_s
+    with a_run(tmp_path, TRACE, space, CROWDED_TOY, budget_s=budget_s) as run:
+        run.engine.ensure_started()
+        run.engine.start_s, run.engine.warm_up_s = start_costs * replay_s, 0.0
+        plan = run.plan(BETTER, CURRENT, predicted=predicted)
+        _, cold = confirm_cold(run.runner, plan, a_change(BETTER, gain))
+        records = run.context.journal.records()
+    assert [(record.limits, record.race_round) for record in records[: 1 + replays]] == [
+        *[(BETTER, 1)] * replays,
+        (CURRENT, 1),
+    ]
+    assert cold is not None
+    assert cold.starts == 1
+    assert cold.ratio == pytest.approx(gain, rel=1e-6)
+
+
+def test_a_replay_that_the_time_cut_takes_nothing_from_the_one_before(tmp_path: Path) -> None:
+    with a_run(tmp_path, TRACE, a_space(CURRENT), CROWDED_TOY) as run:
+        workload = run.plan(BETTER, CURRENT).workload
+        for cut in (CutRule(), CutRule(max_clock_s=1e-9)):
+            run.runner.measure(BETTER, Phase.COLD, workload, cut, 1)
+        found, cold = cold_of(run, a_change(BETTER, known_ratio(BETTER)))
+    assert found.verdict is RaceVerdict.CHANGE
+    assert cold is not None
+    assert cold.ratio == pytest.approx(known_ratio(BETTER), rel=1e-6)
+    assert Caveat.NOT_CONFIRMED_COLD not in run.context.caveats
 
 
 @pytest.mark.parametrize("winner", [WORSE, CURRENT])
@@ -289,9 +332,9 @@ def test_a_winner_that_failed_cold_is_not_recommended_though_no_more_is_started(
     decision, source = a_change(WORSE, 0.8), FragileSource(CROWDED, fails_above=16)
     with a_run(tmp_path, TRACE, a_space(CURRENT), source) as run:
         assert unless_refuted(run.context, decision) == decision
-        start_all(run.runner, run.plan(WORSE, CURRENT).workload, [CURRENT], 1)
+        start_all(run.runner, run.plan(WORSE, CURRENT), [CURRENT], 1)
         assert unless_refuted(run.context, decision) == decision
-        start_all(run.runner, run.plan(WORSE, CURRENT).workload, [WORSE], 1)
+        start_all(run.runner, run.plan(WORSE, CURRENT), [WORSE], 1)
         found = unless_refuted(run.context, decision)
     assert (found.verdict, found.winner) == (RaceVerdict.KEEP, CURRENT)
     assert found.why.startswith("it failed when it was started cold: ")

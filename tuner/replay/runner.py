@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
@@ -269,30 +270,29 @@ class EngineRunner:
         self._process.load(scaled, trace, self._seed)
         return scaled
 
-    def measure_cold(
-        self,
-        limits: EngineLimits,
-        replay: Callable[[], Measurement | Failure],
-        changes: Mapping[str, object] | None = None,
-    ) -> Measurement | Failure:
-        """Replay on an engine of its own, started with the limits as it would be deployed.
+    @contextmanager
+    def cold(
+        self, limits: EngineLimits, changes: Mapping[str, object] | None = None
+    ) -> Iterator[Failure | None]:
+        """Have what replays meanwhile do so on an engine started as it would be deployed.
 
-        It starts once more if it does not start. How many KV-cache blocks such a start has is
-        kept in `cold_blocks`, unless the configuration has `changes`.
+        It starts once more if it does not start, and then gives what went wrong. How many
+        KV-cache blocks such a start has is kept in `cold_blocks`, unless the configuration has
+        `changes`.
         """
+        before = self.info, self.start_s, self.warm_up_s
         started = self._start_cold(limits, changes)
         if isinstance(started, EngineError):
             started = self._start_cold(limits, changes)
-        if isinstance(started, EngineError):
-            return Failure(started.message)
-        if not changes:
+        failure = Failure(started.message) if isinstance(started, EngineError) else None
+        if isinstance(started, EngineStart) and not changes:
             self.cold_blocks[limits] = started.info.num_blocks
-        self.started, before = started, (self.info, self.start_s, self.warm_up_s)
-        outcome = replay()
-        # The next replay needs an engine that can take any limits again.
-        self.started = None
-        self.info, self.start_s, self.warm_up_s = before
-        return outcome
+        try:
+            yield failure
+        finally:
+            # The next replay needs an engine that can take any limits again.
+            self.started = None
+            self.info, self.start_s, self.warm_up_s = before
 
     def _start_cold(
         self, limits: EngineLimits, changes: Mapping[str, object] | None

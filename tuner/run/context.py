@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Self
 from uuid import uuid4
 
@@ -125,23 +124,15 @@ class Workload:
         cut: CutRule,
         on_progress: Callable[[Progress], bool] | None,
         on_log: Callable[[ReplayLog], None] | None = None,
-        *,
-        is_cold: bool = False,
-        changes: Mapping[str, object] | None = None,
     ) -> Measurement | Failure:
         """Replay live; on_log receives each piece's log, with every step in it.
-
-        A cold replay starts an engine of its own with the limits as start-up values, and with
-        the changes of its configuration if any are given.
 
         Raises: EngineError when the engine cannot be started.
         """
         for name, piece in zip(self.names, self.pieces, strict=True):
             engine.use(name, piece)
         plan = replace(self.plan, cut=cut, keep_steps=on_log is not None)
-        parts = (self.names, limits, plan, self.slos, on_progress, on_log)
-        replay = partial(engine.measure, *parts)
-        return engine.measure_cold(limits, replay, changes) if is_cold else replay()
+        return engine.measure(self.names, limits, plan, self.slos, on_progress, on_log)
 
     @property
     def names(self) -> list[str]:

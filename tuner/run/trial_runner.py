@@ -47,20 +47,20 @@ class TrialRunner:
         race_round: int = 0,
         on_log: Callable[[ReplayLog], None] | None = None,
         *,
-        is_cold: bool = False,
+        failure: Failure | None = None,
     ) -> tuple[Measurement | Failure, Trial]:
         """Measure once and put it on disk, whatever came out; return it and its record.
 
-        on_log receives each piece's log, with every step in it. A cold trial starts an engine
-        of its own with the limits as start-up values.
+        on_log receives each piece's log, with every step in it. What is a failure already is
+        kept as one, and nothing is replayed.
 
         Raises: EngineError when the engine cannot be kept alive.
         """
         context = self.context
         number = context.journal.begin(limits)
         context.listener.trial_started(number, limits, phase)
-        outcome = workload.replay_on(
-            self.engine, limits, cut, self.progressed, on_log, is_cold=is_cold
+        outcome = failure or workload.replay_on(
+            self.engine, limits, cut, self.progressed, on_log
         )
         record, slacks = judged(
             number, limits, phase, outcome, workload.scoring, race_round, context.attempt
@@ -76,6 +76,25 @@ class TrialRunner:
             self.announce()
         self._check_alive(limits, outcome)
         return outcome, record
+
+    def measure_cold(
+        self, limits: EngineLimits, workload: Workload, start: int, replays: int
+    ) -> None:
+        """Replay so many times on an engine started with the limits, each put on disk.
+
+        The trials' round is the number of the start. What fails or is cut ends it.
+
+        Raises: EngineError when the engine cannot be kept alive.
+        """
+        self.context.listener.note(f"starting {limits} as it would be deployed")
+        with self.engine.cold(limits) as failure:
+            for _ in range(replays):
+                cut = self.context.within_time
+                _, trial = self.measure(
+                    limits, Phase.COLD, workload, cut, start, failure=failure
+                )
+                if not trial.is_whole:
+                    break
 
     def announce(self) -> None:
         """Put on disk and announce every live trial that has ended since, also elsewhere."""

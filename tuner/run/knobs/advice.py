@@ -400,9 +400,10 @@ def _started(
     context.listener.note(
         f"starting {limits} with {settings_text(settings) or 'no knob turned'}"
     )
-    outcome = workload.replay_on(
-        runner.engine, limits, CutRule(), runner.progressed, is_cold=True, changes=settings
-    )
+    with runner.engine.cold(limits, settings) as failure:
+        outcome = failure or workload.replay_on(
+            runner.engine, limits, CutRule(), runner.progressed
+        )
     record: dict[str, object] = {"limits": limits, "settings": dict(settings)}
     if isinstance(outcome, Failure):
         record["cause"] = outcome.cause
