@@ -77,7 +77,8 @@ def test_the_job_ends_near_its_budget_with_one_engine_start_but_for_the_cold_one
     result = json.loads((run_dir / "result.json").read_text())
     assert result["state"] == "complete"
     made = result["provenance"]
-    cold = [trial for trial in result["trials"] if trial["phase"] == "cold"]
+    tried = [trial for trial in result["trials"] if trial["phase"] == "cold"]
+    cold = {(t["max_num_seqs"], t["max_num_batched_tokens"], t["race_round"]) for t in tried}
     assert len(cold) in {0, 2}
     assert made["engine_starts"] == 1 + len(cold)
     assert made["engine"]["kind"] == "live"

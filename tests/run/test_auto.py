@@ -118,7 +118,7 @@ def test_it_calibrates_ranks_races_and_confirms_in_this_order(tuned: Run) -> Non
     for trial in tuned.trials:
         assert trial["engine"] == ("shadow" if trial["phase"] == "shadow" else "live")
     assert tuned.result["trials"] == tuned.trials
-    assert len(by_phase(tuned, "cold")) == 2
+    assert len({(key_of(trial), trial["race_round"]) for trial in by_phase(tuned, "cold")}) == 2
     taught = Counter(key_of(trial) for trial in by_phase(tuned, "calibrate"))
     # Two bursts at each of four settings, then what tells most.
     assert len(taught) >= 4

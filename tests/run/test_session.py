@@ -245,7 +245,7 @@ def test_a_change_is_confirmed_on_engines_started_cold(finished: Run) -> None:
     found = finished.result["recommendation"]
     assert found["verdict"] == "change"
     cold = [t for t in finished.trials if t["phase"] == "cold"]
-    assert [t["max_num_seqs"] for t in cold] == [found["max_num_seqs"], 16]
+    assert list(dict.fromkeys(t["max_num_seqs"] for t in cold)) == [found["max_num_seqs"], 16]
     assert finished.trials[-2:] == cold
     # The toy is without noise: cold it measures what it measured in the race.
     low, high = found["gain_here_interval"]
@@ -282,7 +282,7 @@ def test_what_was_decided_stands_though_what_is_told_beside_it_is_not_found(
     done = Run(trace.parent, err, out)
     found, cold = done.result["recommendation"], done.result["confirmed_cold"]
     own = [t["max_num_seqs"] for t in done.trials if t["phase"] == "cold"]
-    assert own == [found["max_num_seqs"], 16]
+    assert list(dict.fromkeys(own)) == [found["max_num_seqs"], 16]
     assert found["odds"]["p_better"] > 0.9
     assert found["gain_interval"][0] < found["gain_ratio"] < found["gain_interval"][1] < 0
     assert cold["ratio"] == pytest.approx(1 + found["gain_ratio"], abs=0.1)
@@ -314,7 +314,7 @@ def test_what_was_decided_stands_though_the_cold_engines_are_interrupted(
     cold = [t["max_num_seqs"] for t in done.trials if t["phase"] == "cold"]
     assert done.result["state"] == "interrupted"
     assert found["verdict"] == "change"
-    assert cold == [found["max_num_seqs"]]
+    assert set(cold) == {found["max_num_seqs"]}
     assert found["odds"]["p_better"] > 0.9
     assert found["gain_interval"][0] < found["gain_ratio"] < found["gain_interval"][1] < 0
     assert "not_confirmed_cold" in done.caveats
