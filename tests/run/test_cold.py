@@ -136,21 +136,20 @@ def test_each_cold_engine_is_started_with_the_values_it_would_be_deployed_with(
 
 
 @pytest.mark.parametrize(
-    ("start_costs", "time_holds", "replays"),
-    [(5.0, 100.0, 3), (1.2, 100.0, 2), (0.1, 100.0, 1), (5.0, 13.0, 1), (5.0, 15.0, 2)],
+    ("predicted_as", "start_costs", "replays"),
+    [(1.5, 5.0, 3), (1.5, 1.2, 2), (1.5, 0.1, 1), (1.0, 5.0, 1)],
 )
-def test_a_start_that_costs_more_than_its_replays_has_several(
-    tmp_path: Path, start_costs: float, time_holds: float, replays: int
+def test_a_start_that_is_not_as_predicted_is_replayed_on_again_where_that_costs_little(
+    tmp_path: Path, predicted_as: float, start_costs: float, replays: int
 ) -> None:
-    """In replays of the pair: what a start costs, and what the time holds."""
-    gain = known_ratio(BETTER)
+    """What a start costs is in replays."""
+    gain, costs = known_ratio(BETTER), CROWDED_TOY.costs.scaled(predicted_as)
     predicted = {
-        limits: measure([replay_toy(TRACE, limits, CROWDED_TOY)])
+        limits: measure([replay_toy(TRACE, limits, replace(CROWDED_TOY, costs=costs))])
         for limits in (BETTER, CURRENT)
     }
     replay_s = sum(found.busy_s for found in predicted.values()) / 2
-    space, budget_s = a_space(CURRENT), time_holds * replay_s
-    with a_run(tmp_path, TRACE, space, CROWDED_TOY, budget_s=budget_s) as run:
+    with a_run(tmp_path, TRACE, a_space(CURRENT), CROWDED_TOY, budget_s=1e4) as run:
         run.engine.ensure_started()
         run.engine.start_s, run.engine.warm_up_s = start_costs * replay_s, 0.0
         plan = run.plan(BETTER, CURRENT, predicted=predicted)

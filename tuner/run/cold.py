@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from statistics import NormalDist
 
@@ -35,8 +36,8 @@ REPLAY_NOISE = 0.05
 # What part of that, as a variance, replays of one start have in common: measured live, E2E p95
 # of replays one after the other differs by 10.8 %, of any by 12.2 %.
 SHARED_BY_START = 0.2
-# An engine is started for so many replays at most, where all but the first take no longer than
-# starting it did: three, for a start costs the most and is one machine's mood.
+# An engine that shows what was not expected is replayed on so many times at most, where all but
+# the first take no longer than starting it did: ours, for a start costs the most.
 MOST_REPLAYS = 3
 # How much of what a prediction is off by on all of the traffic it is off by on the window that
 # raced too, as a correlation, and by how much else it is there, in logarithms: ours. One half
@@ -112,11 +113,11 @@ def confirm_cold(
 ) -> tuple[RaceDecision, Cold | None]:
     """Start winner and current configuration as they would be deployed, and compare them.
 
-    Each once, with several replays where these cost little beside the start, and once more in
-    the opposite order where they are not what was expected and the time holds it. What they
-    show is weighed with what is predicted of such engines, or with what the race has shown; a
-    winner that is then not thought to be better is not recommended. The gain is from then on
-    that of engines started with either.
+    Each once, with several replays where the first is not what was expected and these cost
+    little beside the start, and once more in the opposite order where they still are not and
+    the time holds it. What they show is weighed with what is predicted of such engines, or with
+    what the race has shown; a winner that is then not thought to be better is not recommended.
+    The gain is from then on that of engines started with either.
 
     Raises: EngineError when the engine cannot be kept alive.
     """
@@ -190,17 +191,39 @@ def start_all(
     missing = [one for one in order if len(_starts(runner.context, one)) < starts]
     runner.engine.expect(len(missing))
     for number, limits in enumerate(missing):
-        replays = _replays(runner, plan, missing[number:])
-        runner.measure_cold(limits, plan.workload, starts, replays)
+        # While it runs the engine's own start is the one that counts.
+        start_s = runner.engine.cold_start_s(limits)
+        later_s = cold_cost_s(runner, plan, missing[number + 1 :])
+        wants_more = partial(_wants_more, plan, limits, start_s, later_s)
+        runner.measure_cold(limits, plan.workload, starts, wants_more)
 
 
-def _replays(runner: TrialRunner, plan: RacePlan, missing: Sequence[EngineLimits]) -> int:
-    """Return how often to replay on the next start, as it costs more and the time holds all."""
-    start_s = sum(runner.engine.cold_start_s(limits) for limits in missing)
-    replay_s = sum(plan.replay_s(limits) for limits in missing)
-    spare_s = min(start_s, runner.context.left_s - start_s - replay_s)
-    more = int(spare_s / replay_s) if replay_s > 0 else 0
-    return 1 + min(max(more, 0), MOST_REPLAYS - 1)
+def _wants_more(
+    plan: RacePlan,
+    limits: EngineLimits,
+    start_s: float,
+    later_s: float,
+    shown: Sequence[Score],
+) -> bool:
+    """Whether what a start has shown wants another look, and one costs little beside starting.
+
+    Where it is not what was seen of the setting in the race, or else predicted. The time has to
+    hold what comes later, too.
+    """
+    context, replay_s = plan.context, plan.replay_s(limits)
+    is_dear = not 0 < replay_s * len(shown) <= start_s
+    if len(shown) == MOST_REPLAYS or is_dear or context.left_s < replay_s + later_s:
+        return False
+    raced = by_round(context.journal.race_runs(), limits).values()
+    before = [run.score for run in raced]
+    if not before and (found := plan.predicted.get(limits)) is not None:
+        before = [plan.workload.scoring.score(found)]
+    if not before:
+        return True
+    noise = _noise(context)
+    sd = math.hypot(COLD_EFFECT, noise * _spread(len(shown)), noise / math.sqrt(len(before)))
+    # Not a number where one of them has no such value, which more would not show either.
+    return abs(_log(shown) - _log(before)) > sd
 
 
 def _starts(context: RunContext, limits: EngineLimits) -> list[list[Score]]:

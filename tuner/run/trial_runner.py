@@ -6,7 +6,7 @@ What to try is decided by the stages of a run.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tuner.engine.limits import EngineLimits
@@ -78,23 +78,30 @@ class TrialRunner:
         return outcome, record
 
     def measure_cold(
-        self, limits: EngineLimits, workload: Workload, start: int, replays: int
+        self,
+        limits: EngineLimits,
+        workload: Workload,
+        start: int,
+        wants_more: Callable[[Sequence[Score]], bool],
     ) -> None:
-        """Replay so many times on an engine started with the limits, each put on disk.
+        """Replay on an engine started with the limits, while more is wanted, each put on disk.
 
-        The trials' round is the number of the start. What fails or is cut ends it.
+        `wants_more` is asked of what it has shown by then. The trials' round is the number of
+        the start. What fails or is cut ends it.
 
         Raises: EngineError when the engine cannot be kept alive.
         """
         self.context.listener.note(f"starting {limits} as it would be deployed")
+        shown: list[Score] = []
         with self.engine.cold(limits) as failure:
-            for _ in range(replays):
+            while not shown or wants_more(shown):
                 cut = self.context.within_time
                 _, trial = self.measure(
                     limits, Phase.COLD, workload, cut, start, failure=failure
                 )
                 if not trial.is_whole:
                     break
+                shown.append(trial.score)
 
     def announce(self) -> None:
         """Put on disk and announce every live trial that has ended since, also elsewhere."""
