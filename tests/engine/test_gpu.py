@@ -194,12 +194,17 @@ def test_a_gpu_that_is_never_idle_runs_at_other_clocks_unless_idle_time_is_waite
 def test_a_card_has_the_caveat_of_its_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     serve.prepare_environment()
     import torch
+    from vllm import platforms
 
     config = serve.resolve_config(serve.parse_serve_values(demo_engine_args()))
     assert Caveat.FULL_CLOCKS not in serve.config_caveats(config)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
+    card = SimpleNamespace(get_device_name=lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(platforms, "current_platform", card, raising=False)
+    # A context on it would take memory from whoever serves there.
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: pytest.fail("a context"))
     assert Caveat.FULL_CLOCKS in serve.config_caveats(config)
+    assert serve.device_name() == "NVIDIA H100 80GB HBM3"
 
 
 def test_the_drivers_own_library_has_every_function_that_is_asked() -> None:

@@ -384,16 +384,20 @@ def test_every_engine_starts_in_a_process_of_its_own(log_path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class DiarySource(ToySource):
-    """A toy whose processes write down what they are asked, and may die of the facts."""
+    """A toy whose processes write down what they are asked, and may die of preparing."""
 
     diary: str = ""
-    no_facts_after: int = 1_000
+    is_frail: bool = False
+
+    def prepare(self) -> None:
+        """Write that down, or die."""
+        self.write("prepare")
+        if self.is_frail:
+            os._exit(EXIT_CODE)
 
     def facts(self, values: Mapping[str, object]) -> EngineFacts:
         """Resolve a configuration, and write that down."""
-        asked = self.write("facts")
-        if asked > self.no_facts_after:
-            os._exit(EXIT_CODE)
+        self.write("facts")
         return ToySource.facts(self, values)
 
     def start(self, values: Mapping[str, object], ceiling: EngineLimits) -> ToyEngine:
@@ -402,11 +406,10 @@ class DiarySource(ToySource):
         self.write("start")
         return ToyEngine(self, ceiling)
 
-    def write(self, what: str) -> int:
-        """Write a line and return how many such lines there are."""
+    def write(self, what: str) -> None:
+        """Write a line with who writes it."""
         with Path(self.diary).open("a") as diary:
             diary.write(f"{what} {os.getpid()}\n")
-        return sum(line.startswith(what) for line in Path(self.diary).read_text().splitlines())
 
 
 @pytest.fixture
@@ -433,7 +436,9 @@ def test_the_process_of_an_expected_engine_imports_before_the_one_ahead_has_star
         third = pid_of(host)
     told = [line.split() for line in Path(diary.diary).read_text().splitlines()]
     asked = [(what, int(pid)) for what, pid in told if what != "measured"]
-    assert sorted(asked[:3]) == sorted([("facts", first), ("start", first), ("facts", second)])
+    assert sorted(asked[:3]) == sorted(
+        [("facts", first), ("start", first), ("prepare", second)]
+    )
     assert asked[3:] == [("start", second), ("start", third)]
     assert [what for what, _ in told].index("measured") == 3
     assert not any(map(is_alive, (first, second, third)))
@@ -442,7 +447,7 @@ def test_the_process_of_an_expected_engine_imports_before_the_one_ahead_has_star
 def test_an_expected_process_that_dies_is_made_up_for(
     diary: DiarySource, log_path: Path
 ) -> None:
-    source = replace(diary, no_facts_after=1)
+    source = replace(diary, is_frail=True)
     with EngineProcess(source, log_path) as host:
         host.facts({})
         host.expect(2)

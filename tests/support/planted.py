@@ -92,6 +92,9 @@ class PlantedSource:
             asynchronous=machine.host is not None,
         )
 
+    def prepare(self) -> None:
+        """Import nothing."""
+
     def facts(self, values: Mapping[str, object]) -> EngineFacts:
         """Return what is known before a start: the current limits stand in the source."""
         _ = values

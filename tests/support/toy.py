@@ -98,6 +98,9 @@ class ToySource:
     has_shadow: bool = True
     caveats: frozenset[Caveat] = frozenset()
 
+    def prepare(self) -> None:
+        """Import nothing."""
+
     def facts(self, values: Mapping[str, object]) -> EngineFacts:
         """Resolve a configuration; the key `toy-refuses` is refused, to see that this is told.
 

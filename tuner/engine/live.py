@@ -169,6 +169,10 @@ class LiveSource:
 
     is_greedy: bool = False
 
+    def prepare(self) -> None:
+        """Import vLLM, which makes no CUDA context."""
+        compat_core.import_engine()
+
     def facts(self, values: Mapping[str, object]) -> EngineFacts:
         """Let vLLM resolve the configuration.
 

@@ -181,6 +181,9 @@ class Prompt(Protocol):
 class EngineSource(Protocol):
     """Where engines come from; travels to the engine's process, so it must pickle."""
 
+    def prepare(self) -> None:
+        """Import what takes long and the rest needs, without a touch of the device."""
+
     def facts(self, values: Mapping[str, object]) -> EngineFacts:
         """Resolve a `vllm serve` configuration. Raises: UsageError if vLLM refuses it."""
 

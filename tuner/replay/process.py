@@ -328,7 +328,7 @@ class EngineProcess:
         self._ensure()
         self._has_started = True
         if self._expected > 1 and self.first_answer_s > WORTH_S:
-            self._begin_next(values)
+            self._begin_next()
         answer = self._started(values, ceiling)
         self._expected = max(0, self._expected - 1)
         self._await_next()
@@ -445,13 +445,13 @@ class EngineProcess:
             self._child = _Child.spawned(self._source, self.log_path)
         return self._child
 
-    def _begin_next(self, values: Mapping[str, object]) -> None:
-        """Have the process of the next engine import what it needs to tell the facts."""
+    def _begin_next(self) -> None:
+        """Have the process of the next engine import what it needs."""
         if self._next is None:
             self._next = _Child.spawned(self._source, self.log_path)
             self._is_next_ready = False
             with suppress(ConnectionError):
-                self._next.connection.send(("facts", (self._source, values)))
+                self._next.connection.send(("call", (self._source.prepare, ())))
 
     def _await_next(self) -> None:
         """Wait until the process of the next engine, if there is one, has imported.

@@ -411,10 +411,17 @@ def first_line(error: BaseException) -> str:
 
 
 def accelerator_name() -> str | None:
-    """Return the name of this machine's accelerator, None where it has only processors."""
+    """Return the name of this machine's accelerator, None where it has only processors.
+
+    As its driver tells it: a context on it would take memory from whoever serves there.
+    """
     import torch
 
-    return str(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else None
+    if not torch.cuda.is_available():
+        return None
+    from vllm.platforms import current_platform
+
+    return str(current_platform.get_device_name())
 
 
 def device_name() -> str:
