@@ -185,11 +185,18 @@ def unless_refuted(context: RunContext, decision: RaceDecision) -> RaceDecision:
 
 
 def start_all(
-    runner: TrialRunner, plan: RacePlan, order: Sequence[EngineLimits], starts: int
+    runner: TrialRunner,
+    plan: RacePlan,
+    order: Sequence[EngineLimits],
+    starts: int,
+    later: int = 0,
 ) -> None:
-    """Replay each on an engine started with its limits, until it has had so many starts."""
+    """Replay each on an engine started with its limits, until it has had so many starts.
+
+    So many other engines are expected to start later.
+    """
     missing = [one for one in order if len(_starts(runner.context, one)) < starts]
-    runner.engine.expect(len(missing))
+    runner.engine.expect(len(missing) + later)
     for number, limits in enumerate(missing):
         # While it runs the engine's own start is the one that counts.
         start_s = runner.engine.cold_start_s(limits)

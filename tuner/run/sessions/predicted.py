@@ -309,7 +309,7 @@ class PredictedSearch:
             return decision
         context.listener.note("the KV cache binds: the current setting shows its own blocks")
         with context.stopwatch.stage("cold"):
-            start_all(self.runner, plan, [current], 1)
+            start_all(self.runner, plan, [current], 1, later=1)
         self.learning.keep_starts()
         settings = self.finalists(read_profile(context.run_dir.path / PROFILE_FILE))
         known, raced = self.known, evidence.settings()
