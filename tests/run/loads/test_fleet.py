@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +14,7 @@ from tuner.engine.shape import Graphs
 from tuner.errors import NoFeasibleConfigError, TooFewSamplesError
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.slo import Slo
-from tuner.run.loads.fleet import FleetAim, FleetPlan, plan_fleet
+from tuner.run.loads.fleet import FleetAim, FleetPlan, fewest_replicas, plan_fleet
 from tuner.search.space import SearchSpace
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.step_model import StepModel
@@ -149,9 +150,71 @@ def test_a_queue_takes_one_more_replica_in_the_stretch_that_it_is_left_to() -> N
     assert not by_stretch.breaks
 
 
-def test_slower_steps_than_stated_may_take_another_replica() -> None:
-    found = planned(traffic(15), wrong_ratio=0.2)
-    assert (found.needed[EIGHT], found.if_slower) == (2, 3)
+def poisson(seed: int, per_s: float, lasting_s: float = 100.0) -> Trace:
+    """Return requests that come independently of each other."""
+    rng = np.random.default_rng(seed)
+    n = rng.poisson(per_s * lasting_s)
+    due_s = np.sort(rng.uniform(0.0, lasting_s, n))
+    return Trace(due_s - due_s[0], np.full(n, 4), np.full(n, 20))
+
+
+def kept(seed: int, per_s: float, replicas: int, times: float) -> bool:
+    """Say whether so many replicas of a machine so many times as slow keep new traffic."""
+    slower = replace(ENGINE, step_model=STEPS.scaled(times))
+    trace, slos = poisson(seed, per_s), AIM.slos
+    found = fewest_replicas(
+        Predictor(slower), trace, EIGHT, ReplayPlan(), slos, first=replicas, most=replicas
+    )
+    return found is not None
+
+
+def test_a_machine_that_is_surely_slower_has_its_replicas_and_its_odds() -> None:
+    """Of 15 requests a second two machines of 8 keep up, and of those 10 % slower three."""
+    told = planned(traffic(15), wrong_ratio=0.2).odds
+    # Two are enough unless steps take 16/15 as long: the stated error is 1.645 sqrt 2 of its
+    # deviations, beyond 0.82 of which lies a fifth.
+    assert told.replicas == 2
+    assert told.p_kept == pytest.approx(0.8, abs=0.08)
+    assert told.sure is not None
+    assert told.sure[0] == 3
+    slower = replace(ENGINE, step_model=STEPS.scaled(1.1), metric_error_ratio=0.0)
+    space = SearchSpace(EIGHT, (8,), (2048,), EIGHT)
+    found = plan_fleet(Predictor(slower, EIGHT), space, traffic(15), ReplayPlan(), AIM)
+    assert (found.odds.replicas, found.odds.p_kept) == (3, 1.0)
+    assert [way.name for way in found.ways] == ["fixed"]
+
+
+def test_replicas_serve_new_traffic_on_machines_as_wrong_as_stated_as_often_as_told() -> None:
+    rng, wrong_ratio = np.random.default_rng(3), 0.15
+    deviation = math.log1p(wrong_ratio) / (1.645 * math.sqrt(2))
+    told: list[float] = []
+    true: list[float] = []
+    sure: list[float] = []
+    for case in range(8):
+        per_s = rng.uniform(10, 40)
+        odds = planned(
+            poisson(case, per_s), replace(AIM, most=16), wrong_ratio=wrong_ratio
+        ).odds
+        assert odds.sure is not None
+        times = np.exp(deviation * rng.standard_normal(20)).tolist()
+        for count, into in ((odds.replicas, true), (odds.sure[0], sure)):
+            each = [kept(100 * case + k, per_s, count, t) for k, t in enumerate(times)]
+            into.append(float(np.mean(each)))
+        told.append(odds.p_kept)
+    assert np.mean(told) == pytest.approx(np.mean(true), abs=0.06)
+    assert min(told) < 0.85
+    assert np.mean(sure) >= 0.88
+
+
+def test_a_fleet_that_is_surely_enough_is_a_way_of_its_own() -> None:
+    found = planned(traffic(15, 6), wrong_ratio=0.2)
+    assert [way.name for way in found.ways] == ["fixed", "by stretch", "autoscaled", "sure"]
+    fixed, *_, sure = found.ways
+    assert (fixed.replicas, sure.replicas) == (2, 3)
+    assert sure.gpu_hours == pytest.approx(1.5 * fixed.gpu_hours, rel=0.01)
+    few = planned(traffic(15), replace(AIM, most=2), wrong_ratio=0.2).odds
+    assert few.sure is None
+    assert "0.90 with none up to 2" in few.text(2)
 
 
 def test_what_no_number_of_replicas_keeps_is_said() -> None:
