@@ -115,7 +115,9 @@ def _current(options: CheckOptions, *, is_closed: bool) -> tuple[Trace, TrafficS
     if server is None:
         trace, drawn_s = traffic.reading.read(traffic.files), None
     else:
+        server, remark = server.of_one_replica()
         trace = server.sampled(traffic.seed, is_closed=is_closed)
+        trace = replace(trace, notes=trace.notes.with_remark(remark))
         drawn_s = server.step_s
         for remark in trace.notes.remarks:
             say(remark)
