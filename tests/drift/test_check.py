@@ -35,6 +35,7 @@ from tuner.shadow.profiles import Profile, write_profile
 from tuner.shadow.step_model import StepModel
 from tuner.traffic.formats import ReadOptions, read_traces
 from tuner.traffic.prefixes import HashIds, offsets_of
+from tuner.traffic.reshape import Router, of_several, thin
 from tuner.traffic.sketch import TRAFFIC_FILE, sketch_of, write_sketch
 from tuner.traffic.traces import LoadModel, Trace
 from tuner.traffic.windows import Window, parse_window
@@ -358,6 +359,49 @@ def test_of_a_fleet_the_replica_with_the_middle_load_is_judged(
     assert of_all["why"].startswith(f"{of_one['why']}; of 3 engines served at once: ")
     assert "the middle load, --label instance=b:8000; they finished 0.6" in of_all.pop("why")
     assert of_all == {name: of_one[name] for name in of_all}
+
+
+def served_by(folder: Path, engines: list[int], *, named: bool) -> str:
+    """Write a recording of engines of which each served traffic of the baseline's kind."""
+    rows = []
+    for number, times in enumerate(engines):
+        for part in range(times):
+            trace = busy_traffic(10 * number + part + 1)
+            rows += [
+                {
+                    "arrived_at_s": float(trace.due_s[i]),
+                    "input_length": int(trace.prompt_tokens[i]),
+                    "output_length": int(trace.output_tokens[i]),
+                    **({"engine_index": number} if named else {}),
+                }
+                for i in range(len(trace))
+            ]
+    rows.sort(key=lambda row: row["arrived_at_s"])
+    remark = f"{len(engines)} engines are recorded together: tune trace thin --replicas 3"
+    head = {"trace_header": {"version": 1, "clock": "wall", "remarks": [remark]}}
+    path = folder / f"fleet-{named}.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in (head, *rows)))
+    return str(path)
+
+
+def test_of_a_recording_of_several_engines_one_engine_s_own_requests_are_judged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_profile(tmp_path / "profile.yaml", a_profile())
+    write_sketch(tmp_path / TRAFFIC_FILE, sketch_of(busy_traffic(0)))
+    asked = ("--baseline", str(tmp_path / "profile.yaml"), "--json", "--trace")
+    assert run_check(*asked, served_by(tmp_path, [1, 2, 1], named=True)) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["verdict"] == "unchanged"
+    assert "; of 3 engines served at once: this is the one with the middle" in shown["why"]
+    # Where no row says who answered, nothing is judged, and the way out is told.
+    together = served_by(tmp_path, [1, 2, 1], named=False)
+    assert run_check(*asked, together) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["verdict"] == "too little data"
+    assert "recorded together: tune trace thin --replicas 3" in shown["why"]
+    share = thin(read_traces([together], None, ReadOptions()), 3, Router.LEAST_LOADED, 0, 0.02)
+    assert not of_several(share.notes.remarks)
 
 
 @pytest.mark.slow

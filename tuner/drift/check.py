@@ -33,7 +33,8 @@ from tuner.shadow.calibration import StatedError
 from tuner.shadow.profiled import ProfiledEngine
 from tuner.stats import Estimate
 from tuner.traffic.describe import hits_differ, reused_tokens
-from tuner.traffic.prometheus import known_in_part, of_the_middle
+from tuner.traffic.prometheus import known_in_part
+from tuner.traffic.reshape import of_several, of_the_middle
 from tuner.traffic.sketch import TrafficSketch
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import Window
@@ -213,7 +214,7 @@ def _checked_traffic(
     options: RetuneOptions,
     note: Callable[[str], None],
 ) -> Checked:
-    partial = known_in_part(trace.notes.remarks)
+    partial = of_several(trace.notes.remarks) or known_in_part(trace.notes.remarks)
     drift = Drift((), (), partial) if partial else drift_between(*sketches, options.seed)
     served = current or _configured(config, baseline)
     found = without_replay(drift, served)

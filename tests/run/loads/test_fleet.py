@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from support.profile_parts import PROFILE, SHAPE
+from support.fleet_parts import EIGHT, ENGINE, ONLY_EIGHT, STEPS, planted_fleet, poisson
 from tuner.engine.limits import EngineLimits
-from tuner.engine.shape import Graphs
 from tuner.errors import NoFeasibleConfigError, TooFewSamplesError
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.slo import Slo
-from tuner.run.loads.fleet import FleetAim, FleetPlan, fewest_replicas, plan_fleet
+from tuner.run.loads.fleet import FleetAim, FleetPlan, plan_fleet
 from tuner.search.space import SearchSpace
 from tuner.shadow.predictor import Predictor
-from tuner.shadow.step_model import StepModel
 from tuner.traffic.prefixes import HashIds
 from tuner.traffic.reshape import Router
 from tuner.traffic.traces import Trace
 
-# Twenty steps of 50 ms, whoever else is in the batch.
-STEPS = replace(StepModel.linear(0.05, 0.0, 0.0), graphs=Graphs((), has_mixed=False))
-SYNCHRONOUS = replace(
-    SHAPE,
-    asynchronous=False,
-    captured_sizes=(),
-    prefix_caching=False,
-    scheduler={"policy": "fcfs", "enable_chunked_prefill": True},
-)
-ENGINE = replace(PROFILE, shape=SYNCHRONOUS, step_model=STEPS, uncertainty=None)
-EIGHT = EngineLimits(8, 2048)
 AIM = FleetAim(
     (Slo.parse("e2e_p99=1.4s"),),
     Router.LEAST_LOADED,
@@ -150,24 +136,6 @@ def test_a_queue_takes_one_more_replica_in_the_stretch_that_it_is_left_to() -> N
     assert not by_stretch.breaks
 
 
-def poisson(seed: int, per_s: float, lasting_s: float = 100.0) -> Trace:
-    """Return requests that come independently of each other."""
-    rng = np.random.default_rng(seed)
-    n = rng.poisson(per_s * lasting_s)
-    due_s = np.sort(rng.uniform(0.0, lasting_s, n))
-    return Trace(due_s - due_s[0], np.full(n, 4), np.full(n, 20))
-
-
-def kept(seed: int, per_s: float, replicas: int, times: float) -> bool:
-    """Say whether so many replicas of a machine so many times as slow keep new traffic."""
-    slower = replace(ENGINE, step_model=STEPS.scaled(times))
-    trace, slos = poisson(seed, per_s), AIM.slos
-    found = fewest_replicas(
-        Predictor(slower), trace, EIGHT, ReplayPlan(), slos, first=replicas, most=replicas
-    )
-    return found is not None
-
-
 def test_a_machine_that_is_surely_slower_has_its_replicas_and_its_odds() -> None:
     """Of 15 requests a second two machines of 8 keep up, and of those 10 % slower three."""
     told = planned(traffic(15), wrong_ratio=0.2).odds
@@ -178,32 +146,21 @@ def test_a_machine_that_is_surely_slower_has_its_replicas_and_its_odds() -> None
     assert told.sure is not None
     assert told.sure[0] == 3
     slower = replace(ENGINE, step_model=STEPS.scaled(1.1), metric_error_ratio=0.0)
-    space = SearchSpace(EIGHT, (8,), (2048,), EIGHT)
-    found = plan_fleet(Predictor(slower, EIGHT), space, traffic(15), ReplayPlan(), AIM)
+    found = plan_fleet(Predictor(slower, EIGHT), ONLY_EIGHT, traffic(15), ReplayPlan(), AIM)
     assert (found.odds.replicas, found.odds.p_kept) == (3, 1.0)
     assert [way.name for way in found.ways] == ["fixed"]
 
 
-def test_replicas_serve_new_traffic_on_machines_as_wrong_as_stated_as_often_as_told() -> None:
-    rng, wrong_ratio = np.random.default_rng(3), 0.15
-    deviation = math.log1p(wrong_ratio) / (1.645 * math.sqrt(2))
-    told: list[float] = []
-    true: list[float] = []
-    sure: list[float] = []
-    for case in range(8):
-        per_s = rng.uniform(10, 40)
-        odds = planned(
-            poisson(case, per_s), replace(AIM, most=16), wrong_ratio=wrong_ratio
-        ).odds
-        assert odds.sure is not None
-        times = np.exp(deviation * rng.standard_normal(20)).tolist()
-        for count, into in ((odds.replicas, true), (odds.sure[0], sure)):
-            each = [kept(100 * case + k, per_s, count, t) for k, t in enumerate(times)]
-            into.append(float(np.mean(each)))
-        told.append(odds.p_kept)
-    assert np.mean(told) == pytest.approx(np.mean(true), abs=0.06)
-    assert min(told) < 0.85
-    assert np.mean(sure) >= 0.88
+def test_replicas_serve_what_comes_on_machines_as_wrong_as_stated_as_often_as_told() -> None:
+    rng, aim = np.random.default_rng(3), replace(AIM, most=16)
+    found = [planted_fleet(rng, poisson, aim, wrong_ratio=0.15, again=20) for _ in range(8)]
+    told, true = (
+        np.array([getattr(case, of) for case in found if case]) for of in ("told", "true")
+    )
+    assert len(told) == 8
+    assert told.mean(axis=0) == pytest.approx(true.mean(axis=0), abs=0.07)
+    assert told[:, 0].min() < 0.85
+    assert true[:, 1].mean() >= 0.88
 
 
 def test_a_fleet_that_is_surely_enough_is_a_way_of_its_own() -> None:

@@ -26,7 +26,6 @@ from tuner.traffic.prometheus.readings import ServerFacts
 _GAPS, _SHORT = "there is no data for", "there is data for"
 _MISSED = "prefix hits cannot be imitated:"
 _MANY = "engines at once are added up:"
-_MIDDLE = "engines served at once:"
 _SUMS = "the series name no instance:"
 
 
@@ -179,15 +178,6 @@ def _on_engines(windows: Sequence[EngineWindows]) -> str:
     )
 
 
-def on_the_middle(together: float, option: str, loads: tuple[float, float]) -> str:
-    """Return who of several engines stands for them, and between which multiples they lie."""
-    low, high = (f"{load:.2g}" for load in loads)
-    return (
-        f"{together:.3g} {_MIDDLE} this is the one with the middle load, {option}; they "
-        f"finished {low} to {high} times as many requests each"
-    )
-
-
 def on_sums() -> str:
     """Return that sums over servers cannot be told from one engine."""
     return (
@@ -195,11 +185,6 @@ def on_sums() -> str:
         "query the Prometheus that scrapes the servers, or say with --label job=NAME that "
         "there is one"
     )
-
-
-def of_the_middle(remarks: Sequence[str]) -> str:
-    """Return the remark on who of several engines stands for them; empty of one alone."""
-    return next((remark for remark in remarks if _MIDDLE in remark), "")
 
 
 def _lasting(seconds: float) -> str:

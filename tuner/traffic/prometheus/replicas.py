@@ -26,7 +26,8 @@ from tuner.traffic.prometheus.readings import (
     rise,
     span_of,
 )
-from tuner.traffic.prometheus.remarks import on_sums, on_the_middle
+from tuner.traffic.prometheus.remarks import on_sums
+from tuner.traffic.reshape import on_the_middle
 
 LASTING: Final = 0.9
 """Ours: an engine that was there for less of the time than this share of the longest is one of
@@ -76,7 +77,7 @@ def one_replica(
     middle, loads = _middle(engines)
     own = _named(middle.key, [engine.key for engine in engines])
     option = " ".join(f"--label {shlex.quote(f'{name}={own[name]}')}" for name in own)
-    return Replica({**given, **own}, on_the_middle(together, option, loads))
+    return Replica({**given, **own}, on_the_middle(together, option, *loads))
 
 
 @dataclass(frozen=True, slots=True)
