@@ -1,7 +1,7 @@
 """How often as many replicas as are told serve what comes, beside the probability that is told.
 
     python tests/benchmarks/fleet_truth.py [--cases 40] [--again 25] [--wrong 0.15] [--bursty]
-        [-o results.json]
+        [--slo e2e_p90=1.5s] [-o results.json]
 
 Engines of eight requests a second; each case draws a rate, plans a fleet for one recording by a
 profile, and tries it on new traffic of that rate on machines as wrong as the profile states.
@@ -27,10 +27,6 @@ from tuner.replay.slo import Slo
 from tuner.run.loads.fleet import FleetAim
 from tuner.traffic.reshape import Router
 
-AIM = FleetAim(
-    (Slo.parse("e2e_p90=1.5s"),), Router.LEAST_LOADED, devices=1, most=24, stretch_s=1000.0
-)
-
 
 def main() -> None:
     """Run the benchmark."""
@@ -39,11 +35,13 @@ def main() -> None:
     parser.add_argument("--again", type=int, default=25)
     parser.add_argument("--wrong", type=float, default=0.15)
     parser.add_argument("--bursty", action="store_true")
+    parser.add_argument("--slo", type=Slo.parse, default=Slo.parse("e2e_p90=1.5s"))
     parser.add_argument("-o", "--output", type=Path)
     asked = parser.parse_args()
     traffic, rng = bursty if asked.bursty else poisson, np.random.default_rng(7)
+    aim = FleetAim((asked.slo,), Router.LEAST_LOADED, devices=1, most=24, stretch_s=1000.0)
     drawn = (
-        planted_fleet(rng, traffic, AIM, asked.wrong, asked.again) for _ in range(asked.cases)
+        planted_fleet(rng, traffic, aim, asked.wrong, asked.again) for _ in range(asked.cases)
     )
     found = [case for case in drawn if case is not None]
     for place, name in enumerate(("fewest", "sure")):
