@@ -15,7 +15,7 @@ import pytest
 from support.drift_parts import busy_traffic, longer_outputs
 from support.job_parts import SHORT, arguments_for
 from support.prometheus_parts import need_prometheus, with_history
-from support.prometheus_past import SHAKEN, TWINS, PastEngine
+from support.prometheus_past import SHAKEN, PastEngine
 from support.retune_parts import a_retune, an_aim
 from support.shadow_files import a_profile, a_trace_file, crowded
 from support.shadow_parts import a_shape
@@ -35,6 +35,7 @@ from tuner.shadow.profiles import Profile, write_profile
 from tuner.shadow.step_model import StepModel
 from tuner.traffic.formats import ReadOptions, read_traces
 from tuner.traffic.prefixes import HashIds, offsets_of
+from tuner.traffic.reshape import Router, of_several, thin
 from tuner.traffic.sketch import TRAFFIC_FILE, sketch_of, write_sketch
 from tuner.traffic.traces import LoadModel, Trace
 from tuner.traffic.windows import Window, parse_window
@@ -268,19 +269,6 @@ def test_of_a_server_that_prometheus_saw_in_part_there_is_no_verdict(
     assert shown["shifts"] == []
 
 
-def test_the_traffic_of_two_engines_is_not_replayed_on_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    need_prometheus()
-    profile = str(a_kept_profile(tmp_path))
-    with with_history(tmp_path, *TWINS) as url:
-        asked = ("--baseline", profile, "--prometheus", url, "--since", "490m", "--json")
-        for named, is_one in (((), False), (("--label", "engine=1"), True)):
-            assert run_check(*asked, *named) == 0
-            why = json.loads(capsys.readouterr().out)["why"]
-            assert ("several engines at once" not in why) is is_one
-
-
 HIT_RATIO, CHAT_S = 0.7, 300.0
 
 
@@ -311,21 +299,30 @@ def a_chat_profile(*, prefix_caching: bool = True) -> Profile:
 
 
 @contextmanager
-def chat_served(folder: Path, profile: Profile, hit_ratio: float) -> Iterator[list[str]]:
-    """Serve chat of late, a little less than was tuned for; give a check's arguments."""
+def chat_served(
+    folder: Path, profile: Profile, hit_ratio: float, rates: tuple[float, ...] = (8.0,)
+) -> Iterator[list[str]]:
+    """Serve chat of late, each replica so much a second; give a check's arguments.
+
+    A little less than was tuned for comes by default.
+    """
     need_prometheus()
     write_profile(folder / "profile.yaml", profile)
     write_sketch(folder / TRAFFIC_FILE, sketch_of(chat(1, 9.5)))
-    now, end_s = chat(2, 8.0), int(time.time()) // 15 * 15
+    end_s = int(time.time()) // 15 * 15
     scrapes_s = np.arange(end_s - CHAT_S, end_s + 1, 15.0, dtype=np.float64)
-    engine = PastEngine(
-        arrived_s=scrapes_s[0] + now.due_s,
-        prompt=now.prompt_tokens,
-        output=now.output_tokens,
-        scrapes_s=scrapes_s,
-        hit_ratio=hit_ratio,
-    )
-    with with_history(folder, engine) as url:
+    engines = [
+        PastEngine(
+            arrived_s=scrapes_s[0] + now.due_s,
+            prompt=now.prompt_tokens,
+            output=now.output_tokens,
+            scrapes_s=scrapes_s,
+            hit_ratio=hit_ratio,
+            instance=f"{name}:8000",
+        )
+        for name, now in zip("abc", (chat(i, r) for i, r in enumerate(rates, 2)), strict=False)
+    ]
+    with with_history(folder, *engines) as url:
         asked = ("--prometheus", url, "--since", f"{CHAT_S:.0f}s", "--step", "15s", "--json")
         shadow = ("--force-profile", "--max-num-seqs", "4,8,16")
         yield ["--baseline", str(folder / "profile.yaml"), *asked, *shadow]
@@ -346,6 +343,65 @@ def test_a_server_whose_prompts_hit_its_prefix_cache_is_not_told_to_re_tune_for_
         assert run_check(*arguments) == 10
         shown = json.loads(capfd.readouterr().out)
         assert shown["gain"]["interval"][0] > 0.0
+
+
+def test_of_a_fleet_the_replica_with_the_middle_load_is_judged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All three together, and each of the others, have shifted from the 9.5 before."""
+    found = {}
+    with chat_served(tmp_path, a_chat_profile(), HIT_RATIO, (6.0, 9.5, 14.0)) as arguments:
+        for named in ((), ("--label", "instance=b:8000")):
+            assert run_check(*arguments, *named) == 0
+            found[named] = json.loads(capsys.readouterr().out)
+    of_all, of_one = found.values()
+    assert of_one["verdict"] == "unchanged"
+    assert of_all["why"].startswith(f"{of_one['why']}; of 3 engines served at once: ")
+    assert "the middle load, --label instance=b:8000; they finished 0.6" in of_all.pop("why")
+    assert of_all == {name: of_one[name] for name in of_all}
+
+
+def served_by(folder: Path, engines: list[int], *, named: bool) -> str:
+    """Write a recording of engines of which each served traffic of the baseline's kind."""
+    rows = []
+    for number, times in enumerate(engines):
+        for part in range(times):
+            trace = busy_traffic(10 * number + part + 1)
+            rows += [
+                {
+                    "arrived_at_s": float(trace.due_s[i]),
+                    "input_length": int(trace.prompt_tokens[i]),
+                    "output_length": int(trace.output_tokens[i]),
+                    **({"engine_index": number} if named else {}),
+                }
+                for i in range(len(trace))
+            ]
+    rows.sort(key=lambda row: row["arrived_at_s"])
+    remark = f"{len(engines)} engines are recorded together: tune trace thin --replicas 3"
+    head = {"trace_header": {"version": 1, "clock": "wall", "remarks": [remark]}}
+    path = folder / f"fleet-{named}.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in (head, *rows)))
+    return str(path)
+
+
+def test_of_a_recording_of_several_engines_one_engine_s_own_requests_are_judged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_profile(tmp_path / "profile.yaml", a_profile())
+    write_sketch(tmp_path / TRAFFIC_FILE, sketch_of(busy_traffic(0)))
+    asked = ("--baseline", str(tmp_path / "profile.yaml"), "--json", "--trace")
+    assert run_check(*asked, served_by(tmp_path, [1, 2, 1], named=True)) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["verdict"] == "unchanged"
+    assert "; of 3 engines served at once: this is the one with the middle" in shown["why"]
+    # Where no row says who answered, nothing is judged, and the way out is told.
+    together = served_by(tmp_path, [1, 2, 1], named=False)
+    assert run_check(*asked, together) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["verdict"] == "too little data"
+    assert "recorded together: tune trace thin --replicas 3" in shown["why"]
+    share = thin(read_traces([together], None, ReadOptions()), 3, Router.LEAST_LOADED, 0, 0.02)
+    assert not of_several(share.notes.remarks)
 
 
 @pytest.mark.slow

@@ -203,6 +203,18 @@ def test_whatever_fails_vllm_gets_no_exception_of_its_stat_logger(prod: Path) ->
 
 
 @pytest.mark.engine
+def test_each_row_of_several_engines_says_which_answered(prod: Path) -> None:
+    from tuner.recorder.plugin import RecordingStatLogger
+
+    config: Any = Engine().vllm_config
+    first = RecordingStatLogger(config, 0)
+    for each in (first, RecordingStatLogger(config, engine_index=1)):
+        ended = [Reported("a"), Reported("b")]
+        each.record(None, SimpleNamespace(iteration_timestamp=1e9, finished_requests=ended))
+    assert [row["engine_index"] for row in rows_of(prod, 4)] == [0, 0, 1, 1]
+
+
+@pytest.mark.engine
 def test_a_vllm_that_asks_more_of_stat_loggers_starts_without_ours(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -126,7 +127,11 @@ def test_a_recording_of_several_engines_says_so_where_it_is_read(tmp_path: Path)
     path = tmp_path / "prod.jsonl"
     with recording(path) as recorder:
         recorder.source.engines = 2
-        recorder.offer(finished(Reported("a"), Reported("b")))
+        recorder.offer(replace(finished(Reported("a"), Reported("b")), engine_index=1))
+        recorder.offer(replace(finished(Reported("c")), engine_index=0))
+    engines = read_trace(path).engines
+    assert engines is not None
+    assert engines.tolist() == [1, 1, 0]
     (remark,) = (said for said in read_trace(path).notes.remarks if "engines" in said)
     assert remark.startswith("2 engines are recorded together: tune trace thin --replicas 2")
     assert not RecordedServer("5c0e", engines=1).remarks

@@ -17,6 +17,7 @@ from tuner.errors import UsageError
 from tuner.search.objective import Objective
 from tuner.search.space import DEFAULT_LADDER
 from tuner.traffic.resample import at_load, load_missed
+from tuner.traffic.reshape import of_middle_engine
 from tuner.traffic.sketch import TrafficSketch, sketch_of
 from tuner.traffic.traces import TooLong, Trace
 
@@ -106,16 +107,18 @@ def _sketch_before(baseline: Baseline, options: CheckOptions) -> TrafficSketch:
     trace = options.traffic.reading.read(options.baseline_files)
     if baseline.sha256 and trace.sha256 != baseline.sha256:
         say(f"--baseline-trace is another file than the run's: it had {baseline.label}")
-    return sketch_of(trace)
+    return sketch_of(of_middle_engine(trace))
 
 
 def _current(options: CheckOptions, *, is_closed: bool) -> tuple[Trace, TrafficSketch]:
     """Return the current traffic and its sketch. Raises: TraceError, UsageError."""
     traffic, server = options.traffic, options.prometheus
     if server is None:
-        trace, drawn_s = traffic.reading.read(traffic.files), None
+        trace, drawn_s = of_middle_engine(traffic.reading.read(traffic.files)), None
     else:
+        server, remark = server.of_one_replica()
         trace = server.sampled(traffic.seed, is_closed=is_closed)
+        trace = replace(trace, notes=trace.notes.with_remark(remark))
         drawn_s = server.step_s
         for remark in trace.notes.remarks:
             say(remark)

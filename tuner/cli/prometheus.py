@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -13,6 +13,7 @@ from tuner.cli.options import TOKEN_VARIABLE, Params, path_of
 from tuner.cli.traces import write_described
 from tuner.errors import UsageError
 from tuner.traffic.prometheus import trace_from_prometheus
+from tuner.traffic.prometheus.replicas import one_replica
 from tuner.traffic.prometheus.token_times import TokenTimes, token_times
 from tuner.traffic.sampling import MAX_REQUESTS
 from tuner.traffic.traces import Trace
@@ -80,6 +81,27 @@ class PrometheusOptions:
             verify=self.is_verified,
             max_requests=max_requests,
         )
+
+    def of_one_replica(
+        self, since_s: float | None = None, until_s: float | None = None
+    ) -> tuple[Self, str]:
+        """Return the same of one replica, with what to say of it, empty where there is one.
+
+        Of several engines that served at once it is the one with the middle load.
+
+        Raises: UsageError.
+        """
+        found = one_replica(
+            self.url,
+            self.since_s if since_s is None else since_s,
+            self.step_s,
+            model=self.model,
+            labels=self.labels,
+            until_s=until_s,
+            headers=self.credentials(),
+            verify=self.is_verified,
+        )
+        return replace(self, labels=found.labels), found.remark
 
     def token_times(self) -> TokenTimes:
         """Return how long tokens took while how many requests ran. Raises: UsageError."""

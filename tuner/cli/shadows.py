@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -31,26 +31,40 @@ replays them, and whoever is scraped may claim any number."""
 
 @dataclass(frozen=True, slots=True)
 class PrometheusTraffic:
-    """Traffic and live metrics of the watched server, as Prometheus keeps them."""
+    """Traffic and live metrics of the watched server, as Prometheus keeps them.
+
+    Of several replicas traffic is that of one; `remark` says of which, where it is known.
+    """
 
     server: PrometheusOptions
     seed: int
     clock: Clock
     is_closed: bool
+    remark: str = ""
+
+    def of_one_replica(self, start_s: float, end_s: float) -> PrometheusTraffic:
+        """Return the same of the replica that stands for all between two Unix times.
+
+        Raises: UsageError.
+        """
+        server, remark = self.server.of_one_replica(end_s - start_s, end_s)
+        return replace(self, server=server, remark=remark)
 
     def since(self, start_s: float) -> Trace:
         """Return the traffic since a Unix time. Raises: UsageError."""
-        return self.between(start_s, self.clock.now_s())
+        now_s = self.clock.now_s()
+        return self.of_one_replica(start_s, now_s).between(start_s, now_s)
 
     def between(self, start_s: float, end_s: float) -> Trace:
         """Return the traffic between two Unix times. Raises: UsageError."""
-        return self.server.sampled(
+        trace = self.server.sampled(
             self.seed,
             is_closed=self.is_closed,
             since_s=end_s - start_s,
             until_s=end_s,
             max_requests=MAX_WATCHED_REQUESTS,
         )
+        return replace(trace, notes=trace.notes.with_remark(self.remark))
 
     def live(self, start_s: float, end_s: float) -> Live:
         """Return how the server did between two Unix times. Raises: UsageError."""
@@ -100,7 +114,9 @@ class ShadowCheck:
         if not live.requests:
             return GuardSample(live, {}, "no request finished")
         try:
-            trace = self.traffic.between(start_s, end_s)
+            one = self.traffic.of_one_replica(start_s, end_s)
+            trace = one.between(start_s, end_s)
+            live = _of_one(one.live(start_s, end_s), live)
             ready = retune_on(trace, self.baseline, settings[0], self.config, self.retune, say)
             measure, plan = ready.retune.predictor.measure, ready.aim.plan
             outcomes = {x: measure([ready.trace], x, plan, ready.aim.slos) for x in settings}
@@ -109,6 +125,17 @@ class ShadowCheck:
         if why := _unlike(trace, outcomes[settings[-1]]):
             return GuardSample(live, {}, why)
         return GuardSample(live, outcomes)
+
+
+def _of_one(one: Live, fleet: Live) -> Live:
+    """Return how a replica did, with whether those of its fleet are there and restarted."""
+    return replace(
+        one,
+        covered_ratio=fleet.covered_ratio,
+        is_there=fleet.is_there,
+        restarted_s=fleet.restarted_s,
+        anew=fleet.anew,
+    )
 
 
 def _unlike(trace: Trace, predicted: Measurement | Failure) -> str:

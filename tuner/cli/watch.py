@@ -41,6 +41,7 @@ from tuner.shadow.profiled import ProfiledEngine
 from tuner.shadow.profiles import Profile
 from tuner.traffic.formats import ReadOptions
 from tuner.traffic.prometheus.client import Prometheus
+from tuner.traffic.reshape import of_middle_engine
 from tuner.traffic.sketch import TrafficSketch, sketch_of
 
 FLOOR_SHARE = 16
@@ -216,7 +217,7 @@ def _tuned_for(baseline: Baseline, options: WatchOptions) -> TrafficSketch:
     if not options.baseline_files:
         return baseline.check_has_traffic(options.profile)
     reading = TraceReading(rows=ReadOptions(seed=options.retune.seed))
-    return sketch_of(reading.read(options.baseline_files))
+    return sketch_of(of_middle_engine(reading.read(options.baseline_files)))
 
 
 def _state_store(directory: StateDir, path: Path) -> StateStore:

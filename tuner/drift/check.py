@@ -34,6 +34,7 @@ from tuner.shadow.profiled import ProfiledEngine
 from tuner.stats import Estimate
 from tuner.traffic.describe import hits_differ, reused_tokens
 from tuner.traffic.prometheus import known_in_part
+from tuner.traffic.reshape import of_several, of_the_middle
 from tuner.traffic.sketch import TrafficSketch
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import Window
@@ -199,7 +200,21 @@ def check_traffic(
 
     Raises: ShadowError if the profile does not fit here; TooFewSamplesError; UsageError.
     """
-    partial = known_in_part(trace.notes.remarks)
+    found = _checked_traffic(trace, sketches, baseline, current, config, options, note)
+    middle = of_the_middle(trace.notes.remarks)
+    return replace(found, why=f"{found.why}; of {middle}") if middle else found
+
+
+def _checked_traffic(
+    trace: Trace,
+    sketches: tuple[TrafficSketch, TrafficSketch],
+    baseline: Baseline,
+    current: EngineLimits | None,
+    config: Config,
+    options: RetuneOptions,
+    note: Callable[[str], None],
+) -> Checked:
+    partial = of_several(trace.notes.remarks) or known_in_part(trace.notes.remarks)
     drift = Drift((), (), partial) if partial else drift_between(*sketches, options.seed)
     served = current or _configured(config, baseline)
     found = without_replay(drift, served)

@@ -44,7 +44,7 @@ class Join:
                 self._ask(message)
                 return []
             case Finished():
-                return [self._finished(message.at_s, request) for request in message.requests]
+                return [self._finished(message, request) for request in message.requests]
             case Left():
                 return self._left(message)
             case Replied():
@@ -61,14 +61,14 @@ class Join:
             ids = self._hashes.block_ids(prompt.token_ids, prompt.block_size, prompt.salt)
         self.open.add(prompt, ids)
 
-    def _finished(self, at_s: float, request: FinishedRequest) -> Row:
+    def _finished(self, message: Finished, request: FinishedRequest) -> Row:
         name, length = request.request_id, request.num_prompt_tokens
         is_begun = request.num_generation_tokens > 0
         # The engine stamps its first and last token alike, so the time between them is exact;
         # e2e_latency alone holds the way in from the client's request.
         ttft_s = request.e2e_latency - request.decode_time
         return Row(
-            arrived_at_s=round(at_s - request.e2e_latency, 6),
+            arrived_at_s=round(message.at_s - request.e2e_latency, 6),
             input_length=length,
             output_length=request.num_generation_tokens,
             status=str(request.finish_reason),
@@ -80,6 +80,7 @@ class Join:
             decode_s=seconds(request.decode_time) if is_begun else None,
             request_id=None if name is None else self._hashes.name(name),
             hash_ids=None if name is None else _listed(self.open.answered(name, length)),
+            engine_index=message.engine_index,
         )
 
     def _left(self, left: Left) -> list[Row]:

@@ -51,13 +51,14 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The engine finished requests, all at one time.
+    """The engine finished requests, all at one time; of several `engine_index` says which.
 
     Units: at_s in seconds since 1970.
     """
 
     at_s: float
     requests: Sequence[FinishedRequest]
+    engine_index: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

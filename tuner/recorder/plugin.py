@@ -139,6 +139,7 @@ class RecordingStatLogger(StatLoggerBase):  # type: ignore[misc] # vLLM is untyp
     def __init__(self, *args: object, **keywords: object) -> None:
         self._recorder = process_recorder()
         self._steps: StepTap | None = None
+        self._engine_index = 0
         if self._recorder is None:
             return
         with self._recorder.opening:
@@ -146,7 +147,7 @@ class RecordingStatLogger(StatLoggerBase):  # type: ignore[misc] # vLLM is untyp
             self._open(self._recorder, *args, **keywords)
 
     def _open(
-        self, recorder: Recorder, vllm_config: VllmConfig, *_more: object, **_keywords: object
+        self, recorder: Recorder, vllm_config: VllmConfig, *more: object, **keywords: object
     ) -> None:
         reported = {one.name for one in fields(FinishedRequestStats)} | vars(
             IterationStats()
@@ -159,6 +160,8 @@ class RecordingStatLogger(StatLoggerBase):  # type: ignore[misc] # vLLM is untyp
         recorder.source.model = served_model(vllm_config)
         recorder.source.has_engine_counts = True
         recorder.source.engines += 1
+        index = keywords["engine_index"] if "engine_index" in keywords else (*more, 0)[0]
+        self._engine_index = cast("int", index)
         if recorder.has_steps:
             recorder.source.server = described_server(vllm_config, vllm.__version__)
             self._steps = StepTap(recorder.offer)
@@ -174,7 +177,9 @@ class RecordingStatLogger(StatLoggerBase):  # type: ignore[misc] # vLLM is untyp
             found = keywords["iteration_stats"] if "iteration_stats" in keywords else args[1]
             stats = cast("IterationStats | None", found)
             if stats is not None and stats.finished_requests:
-                recorder.offer(Finished(stats.iteration_timestamp, stats.finished_requests))
+                at_s, ended = stats.iteration_timestamp, stats.finished_requests
+                index = self._engine_index if recorder.source.engines > 1 else None
+                recorder.offer(Finished(at_s, ended, index))
             if self._steps is not None:
                 known = (
                     keywords["scheduler_stats"] if "scheduler_stats" in keywords else args[0]

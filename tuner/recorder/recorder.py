@@ -237,7 +237,7 @@ def _single(message: Message) -> Iterator[Message]:
     """Give a message in the parts that can fail alone: each request that an iteration ended."""
     if isinstance(message, Finished):
         for request in message.requests:
-            yield Finished(message.at_s, [request])
+            yield Finished(message.at_s, [request], message.engine_index)
     else:
         yield message
 

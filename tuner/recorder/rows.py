@@ -29,7 +29,8 @@ class Row(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
     `status` is vLLM's finish reason (stop, length, abort, error, …). `request_id` is a keyed
     hash. Several answers to one prompt (`n`) are as many requests to the engine and as many
-    rows, which share a `request_id`.
+    rows, which share a `request_id`. `engine_index` is vLLM's of the one that answered,
+    where several are recorded together; who was given up has none.
 
     Units: arrived_at_s in seconds since 1970; queue_s from the engine's queue to the first
         step, prefill_s on to the first token, decode_s on to the last; ttft_s and e2e_s from
@@ -48,6 +49,7 @@ class Row(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     decode_s: float | None = None
     request_id: str | None = None
     hash_ids: Sequence[int] | None = None
+    engine_index: int | None = None
 
 
 def seconds(value: float | None) -> float | None:

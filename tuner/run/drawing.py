@@ -376,7 +376,7 @@ class Drawing:
         engines = {limits: self._engines(limits, models) for limits in missing}
 
         def replay(k: int) -> list[Floats]:
-            replays = self._other_traffic(k)
+            replays = self.other_traffic(k)
             return [self._counted(replays, x, engines[x][k % models]) for x in missing]
 
         if missing:
@@ -389,10 +389,15 @@ class Drawing:
         self, limits: EngineLimits, count: int
     ) -> list[tuple[Replays, SimulatedEngine]]:
         """Return draws of other traffic, each with an engine of the setting as it may be."""
-        engines = self._engines(limits, -(-count // DRAWS_PER_MODEL))
-        return [(self._other_traffic(k), engines[k % len(engines)]) for k in range(count)]
+        engines = self.engines(limits, count)
+        return [(self.other_traffic(k), engines[k]) for k in range(count)]
 
-    def _other_traffic(self, k: int) -> Replays:
+    def engines(self, limits: EngineLimits, count: int) -> list[SimulatedEngine]:
+        """Return the engine of a setting as it may be in each draw."""
+        found = self._engines(limits, -(-count // DRAWS_PER_MODEL))
+        return [found[k % len(found)] for k in range(count)]
+
+    def other_traffic(self, k: int) -> Replays:
         """Return the traffic of a draw."""
         rng = self._rng(_TRAFFIC, k)
         pairs = zip(self._workload.pieces, self._resamplers, strict=True)

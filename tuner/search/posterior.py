@@ -154,7 +154,7 @@ class Draws:
         def elsewhere(some: Sequence[EngineLimits]) -> Floats:
             places = [settings.index(limits) for limits in some]
             drawn = here[:, places] if others is None else others(some)
-            return _around(at[places], drawn, times)
+            return around(at[places], drawn, times)
 
         return cls(
             tuple(settings),
@@ -500,7 +500,7 @@ def _used(share: float | None, score: Score) -> float:
     return 0.0 if share is None else share
 
 
-def _around(point: Floats, drawn: Floats, times: float) -> Floats:
+def around(point: Floats, drawn: Floats, times: float) -> Floats:
     """Return draws moved to where the point is, their logarithms spread so many times as far.
 
     Shapes: point is [settings, 3], drawn [draws, settings, 3].

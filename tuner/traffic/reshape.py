@@ -56,6 +56,7 @@ def merge(traces: Sequence[Trace], starts_s: Sequence[float] | None = None) -> T
         turns=turns.take(order, due_s) if turns is not None else None,
         request_ids=_request_ids(traces, order),
         priorities=_column(traces, lambda t: t.priorities, order, 0),
+        engines=_column(traces, lambda t: t.engines, order, -1),
         source=f"{traces[0].source} and {len(traces) - 1} more",
         format="+".join(sorted({trace.format for trace in traces})),
         sha256=hashlib.sha256("".join(t.sha256 for t in traces).encode()).hexdigest(),
@@ -311,8 +312,54 @@ def thin(
     return replace(trace.slice_rows(rows), notes=notes)
 
 
+# How the recorder says that several engines are in one recording.
+_TOGETHER = "engines are recorded together:"
+_MIDDLE = "engines served at once:"
+
+
+def of_middle_engine(trace: Trace) -> Trace:
+    """Return the requests of the engine with the middle load, where rows name several.
+
+    Of an even number the busier of the two in the middle. Who was given up has no engine.
+    """
+    if trace.engines is None:
+        return trace
+    names, counts = np.unique(trace.engines[trace.engines >= 0], return_counts=True)
+    if names.size < 2:
+        return trace
+    middle = np.argsort(counts, kind="stable")[names.size // 2]
+    loads = counts[[counts.argmin(), counts.argmax()]] / counts[middle]
+    remark = on_the_middle(float(names.size), f"engine_index {names[middle]}", *loads.tolist())
+    mine = trace.engines == names[middle]
+    notes = _thinned(trace.notes, len(trace) - int(mine.sum())).with_remark(remark)
+    return replace(trace.slice_rows(mine), notes=notes, engines=None)
+
+
+def on_the_middle(engines: float, name: str, low: float, high: float) -> str:
+    """Return who of several engines stands for them, and between which multiples they lie."""
+    return (
+        f"{engines:.3g} {_MIDDLE} this is the one with the middle load, {name}; they finished "
+        f"{low:.2g} to {high:.2g} times as many requests each"
+    )
+
+
+def of_the_middle(remarks: Sequence[str]) -> str:
+    """Return the remark on who of several engines stands for them; empty of one alone."""
+    return next((remark for remark in remarks if _MIDDLE in remark), "")
+
+
+def of_several(remarks: Sequence[str]) -> str:
+    """Return that a recording is of several engines together; empty of one alone.
+
+    >>> of_several(["2 engines are recorded together: tune trace thin --replicas 2 does"])
+    '2 engines are recorded together: tune trace thin --replicas 2 does'
+    """
+    return next((remark for remark in remarks if _TOGETHER in remark), "")
+
+
 def _thinned(notes: ReadNotes, gone: int) -> ReadNotes:
     """Return the notes of a share: of answers cut short it has as many in a hundred."""
+    notes = replace(notes, remarks=tuple(r for r in notes.remarks if _TOGETHER not in r))
     kept = notes.rows - sum(notes.dropped.values())
     aborted = round(notes.aborted * (kept - gone) / kept) if kept > 0 else notes.aborted
     return replace(notes.with_dropped("sent to other replicas", gone), aborted=aborted)

@@ -213,7 +213,7 @@ class ClockOrigin(StrEnum):
     OWN = "own"
 
 
-_ARRAYS = ("prompt_tokens", "output_tokens", "e2e_s", "ttft_s", "priorities")
+_ARRAYS = ("prompt_tokens", "output_tokens", "e2e_s", "ttft_s", "priorities", "engines")
 _PER_ROW = (*_ARRAYS, "hashes", "turns", "request_ids")
 
 
@@ -245,11 +245,12 @@ class Trace:
     what was asked for, and `recorded` is what they are a part of, so that more of them is more
     of that, bursts and all.
     Of `priorities` the smallest is served first, as in vLLM; None where all are alike.
+    `engines` is the number of the one that answered, -1 where unknown; None of one alone.
     What is due in the first `lead_in_s` warms the engine up, its queue and its prefix cache: it
     is replayed and not measured, and a log's clock is at zero when it is over.
 
-    Shapes: due_s, prompt_tokens, output_tokens, e2e_s, ttft_s, priorities are [n], n >= 1;
-        due_s ascends.
+    Shapes: due_s, prompt_tokens, output_tokens, e2e_s, ttft_s, priorities, engines are [n],
+        n >= 1; due_s ascends.
     Units: seconds from the start of the trace; e2e_s and ttft_s are nan where not recorded.
     Raises: TraceError if n is 0 or the hash ids do not fit the prompts; ValueError if the
         columns differ in length or are out of range.
@@ -273,6 +274,7 @@ class Trace:
     hash_scope: str = ""
     load: float = 1.0
     priorities: Ints | None = None
+    engines: Ints | None = None
     recorded: Trace | None = None
     lead_in_s: float = 0.0
 

@@ -199,8 +199,15 @@ def test_a_fleet_is_planned_by_stretches_with_its_cost(
     asked += ["--start-time", "1s", "--load", "4"]
     assert run([*asked, "--json"]) == 0
     told = json.loads(capfd.readouterr().out)
-    fixed, by_stretch, scaled = told["ways"]
-    assert [way["name"] for way in told["ways"]] == ["fixed", "by stretch", "autoscaled"]
+    fixed, by_stretch, scaled, sure = told["ways"]
+    names = ["fixed", "by stretch", "autoscaled", "sure"]
+    assert [way["name"] for way in told["ways"]] == names
+    odds = told["odds"]
+    assert (odds["replicas"], odds["sure"]["replicas"]) == (
+        fixed["replicas"],
+        sure["replicas"],
+    )
+    assert odds["p_kept"] < 0.9 <= odds["sure"]["p_kept"]
     assert fixed["replicas"] > 1
     assert by_stretch["gpu_hours"] <= fixed["gpu_hours"]
     assert fixed["cost"] == pytest.approx(2 * fixed["gpu_hours"])
@@ -209,7 +216,8 @@ def test_a_fleet_is_planned_by_stretches_with_its_cost(
     out = capfd.readouterr().out
     assert f"{fixed['replicas']} replicas at" in out
     assert "least-loaded router keep e2e_p90=2s" in out
-    assert len(out.splitlines()) == 11 + len(fixed["stretches"])
+    assert f"P(SLOs met, load borne) {odds['p_kept']:.2f}, with {sure['replicas']} " in out
+    assert len(out.splitlines()) == 8 + len(told["ways"]) + len(fixed["stretches"])
 
 
 @pytest.mark.parametrize(

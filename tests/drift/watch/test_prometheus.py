@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -69,10 +69,10 @@ class TimedEngine(PastEngine):
         return found
 
 
-def traffic() -> Trace:
+def traffic(seed: int = 7, per_s: float = 8.0) -> Trace:
     """Return traffic at a rate that a cap of four only just bears."""
-    rng = np.random.default_rng(7)
-    n = rng.poisson(8.0 * (END_S - START_S))
+    rng = np.random.default_rng(seed)
+    n = rng.poisson(per_s * (END_S - START_S))
     return Trace(
         due_s=np.sort(rng.uniform(0, END_S - START_S, n)),
         prompt_tokens=np.rint(rng.uniform(100, 300, n)).astype(np.int64),
@@ -119,6 +119,18 @@ def pasts() -> dict[str, TimedEngine]:
     return {model: an_engine(model, trace, each_s) for model, each_s in took.items()}
 
 
+def a_fleet() -> list[TimedEngine]:
+    """Return three replicas that did as predicted, one of them at the rate of `traffic`."""
+    found = []
+    for seed, per_s in ((8, 7.0), (7, 8.0), (9, 9.0)):
+        trace = traffic(seed, per_s)
+        old_s, new_s = (took_s(trace, EngineLimits(cap, 512)) for cap in (4, 24))
+        is_later = trace.due_s + START_S > LOOKS_S
+        one = an_engine("fleet", trace, np.where(is_later, new_s, old_s))
+        found.append(replace(one, instance=f"fleet-{seed}:8000"))
+    return found
+
+
 @pytest.fixture(scope="module")
 def url(
     tmp_path_factory: pytest.TempPathFactory, pasts: dict[str, TimedEngine]
@@ -126,7 +138,8 @@ def url(
     """Run a Prometheus that knows those servers."""
     need_prometheus()
     folder = tmp_path_factory.mktemp("prometheus")
-    backfill(folder, [line for engine in pasts.values() for line in engine.lines()])
+    served = (*pasts.values(), *a_fleet())
+    backfill(folder, [line for engine in served for line in engine.lines()])
     with prometheus(folder) as found:
         yield found
 
@@ -219,6 +232,7 @@ def test_an_idle_engine_that_was_not_scraped_for_a_while_has_not_restarted() -> 
     ("model", "words", "stands"),
     [
         ("right", "does as well as predicted: e2e_mean is ", True),
+        ("fleet", "does as well as predicted: e2e_mean is ", True),
         ("wrong", "does worse than the old configuration would: ", False),
         ("other", "has no verdict: before the change 4/512 was further from its", True),
     ],

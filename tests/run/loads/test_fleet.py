@@ -7,31 +7,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from support.profile_parts import PROFILE, SHAPE
+from support.fleet_parts import EIGHT, ENGINE, ONLY_EIGHT, STEPS, planted_fleet, poisson
 from tuner.engine.limits import EngineLimits
-from tuner.engine.shape import Graphs
 from tuner.errors import NoFeasibleConfigError, TooFewSamplesError
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.slo import Slo
 from tuner.run.loads.fleet import FleetAim, FleetPlan, plan_fleet
 from tuner.search.space import SearchSpace
 from tuner.shadow.predictor import Predictor
-from tuner.shadow.step_model import StepModel
 from tuner.traffic.prefixes import HashIds
 from tuner.traffic.reshape import Router
 from tuner.traffic.traces import Trace
 
-# Twenty steps of 50 ms, whoever else is in the batch.
-STEPS = replace(StepModel.linear(0.05, 0.0, 0.0), graphs=Graphs((), has_mixed=False))
-SYNCHRONOUS = replace(
-    SHAPE,
-    asynchronous=False,
-    captured_sizes=(),
-    prefix_caching=False,
-    scheduler={"policy": "fcfs", "enable_chunked_prefill": True},
-)
-ENGINE = replace(PROFILE, shape=SYNCHRONOUS, step_model=STEPS, uncertainty=None)
-EIGHT = EngineLimits(8, 2048)
 AIM = FleetAim(
     (Slo.parse("e2e_p99=1.4s"),),
     Router.LEAST_LOADED,
@@ -149,9 +136,42 @@ def test_a_queue_takes_one_more_replica_in_the_stretch_that_it_is_left_to() -> N
     assert not by_stretch.breaks
 
 
-def test_slower_steps_than_stated_may_take_another_replica() -> None:
-    found = planned(traffic(15), wrong_ratio=0.2)
-    assert (found.needed[EIGHT], found.if_slower) == (2, 3)
+def test_a_machine_that_is_surely_slower_has_its_replicas_and_its_odds() -> None:
+    """Of 15 requests a second two machines of 8 keep up, and of those 10 % slower three."""
+    told = planned(traffic(15), wrong_ratio=0.2).odds
+    # Two are enough unless steps take 16/15 as long: the stated error is 1.645 sqrt 2 of its
+    # deviations, beyond 0.82 of which lies a fifth.
+    assert told.replicas == 2
+    assert told.p_kept == pytest.approx(0.8, abs=0.08)
+    assert told.sure is not None
+    assert told.sure[0] == 3
+    slower = replace(ENGINE, step_model=STEPS.scaled(1.1), metric_error_ratio=0.0)
+    found = plan_fleet(Predictor(slower, EIGHT), ONLY_EIGHT, traffic(15), ReplayPlan(), AIM)
+    assert (found.odds.replicas, found.odds.p_kept) == (3, 1.0)
+    assert [way.name for way in found.ways] == ["fixed"]
+
+
+def test_replicas_serve_what_comes_on_machines_as_wrong_as_stated_as_often_as_told() -> None:
+    rng, aim = np.random.default_rng(3), replace(AIM, most=16)
+    found = [planted_fleet(rng, poisson, aim, wrong_ratio=0.15, again=20) for _ in range(8)]
+    told, true = (
+        np.array([getattr(case, of) for case in found if case]) for of in ("told", "true")
+    )
+    assert len(told) == 8
+    assert told.mean(axis=0) == pytest.approx(true.mean(axis=0), abs=0.07)
+    assert told[:, 0].min() < 0.85
+    assert true[:, 1].mean() >= 0.88
+
+
+def test_a_fleet_that_is_surely_enough_is_a_way_of_its_own() -> None:
+    found = planned(traffic(15, 6), wrong_ratio=0.2)
+    assert [way.name for way in found.ways] == ["fixed", "by stretch", "autoscaled", "sure"]
+    fixed, *_, sure = found.ways
+    assert (fixed.replicas, sure.replicas) == (2, 3)
+    assert sure.gpu_hours == pytest.approx(1.5 * fixed.gpu_hours, rel=0.01)
+    few = planned(traffic(15), replace(AIM, most=2), wrong_ratio=0.2).odds
+    assert few.sure is None
+    assert "0.90 with none up to 2" in few.text(2)
 
 
 def test_what_no_number_of_replicas_keeps_is_said() -> None:

@@ -246,8 +246,7 @@ def _fleet_lines(found: FleetPlan) -> list[str]:
         *found.error.lines(),
         f"the busiest stretch by itself needs {_count(found.needed[found.limits], aim.most)}, "
         f"at the current {found.current} {_count(found.needed[found.current], aim.most)}",
-        f"if steps take {found.error.wrong_ratio:.0%} longer, it needs "
-        f"{_count(found.if_slower, aim.most)}",
+        found.odds.text(aim.most),
         "",
         f"{'':12}{'most':>6}{'GPU hours':>12}{'cost':>12}{'within SLOs':>14}  what breaks",
     ]

@@ -4,7 +4,8 @@ The fewest replicas are found for each stretch of the trace, an hour by default,
 the fleet behind its router; the limits are those that need the fewest in the busiest one, found
 by what is best on a replica of a fleet that has one fewer than those so far. Three
 ways to run them are then simulated over the whole trace: as many as the busiest stretch needs
-all the time, a plan by stretches with replicas started ahead, and an autoscaler.
+all the time, a plan by stretches with replicas started ahead, and an autoscaler. How sure the
+first is is drawn on the stretch that takes the most, and a fourth way is as many as surely do.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Final
 
@@ -24,15 +26,18 @@ from tuner.replay.plan import ReplayPlan
 from tuner.replay.slo import Slo
 from tuner.run.context import Workload
 from tuner.run.loads.alone import hopeless, with_widest
+from tuner.run.loads.fleet_odds import FleetOdds, PossibleFleets
 from tuner.run.predict import predict
 from tuner.search.budget import MIN_REQUESTS, Aim
 from tuner.search.ladder import FINALISTS
 from tuner.search.objective import Objective, Tier
+from tuner.search.race import CONFIDENCE
 from tuner.search.space import SearchSpace
 from tuner.shadow.calibration import StatedError
 from tuner.shadow.fleet import MAX_PREFIX_REPLICAS, Autoscaler, Fleet, FleetLog, simulate_fleet
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.prepared import PreparedTrace
+from tuner.shadow.simulated import SimulatedEngine
 from tuner.traffic.resample import at_load
 from tuner.traffic.reshape import Router
 from tuner.traffic.traces import Trace
@@ -104,15 +109,15 @@ class FleetPlan:
     """The fewest replicas at the best limits, and the ways to run them.
 
     `needed` says how many replicas the busiest stretch needs at the current limits, None where
-    no number is enough, and at each that needed fewer than those before; `if_slower` how many
-    it takes where steps take as much longer as the profile may be wrong.
+    no number is enough, and at each that needed fewer than those before; `odds` how surely as
+    many as are fixed keep the SLOs.
     """
 
     limits: EngineLimits
     current: EngineLimits
     aim: FleetAim
     needed: dict[EngineLimits, int | None]
-    if_slower: int | None
+    odds: FleetOdds
     error: StatedError
     ways: tuple[Way, ...]
 
@@ -126,7 +131,7 @@ class FleetPlan:
             "devices_per_replica": self.aim.devices,
             "gpu_hour_price": self.aim.gpu_hour_price,
             **self.error.as_json(),
-            "replicas_if_slower": self.if_slower,
+            "odds": self.odds.as_json(),
             "needed": [
                 {"limits": limits, "replicas": count} for limits, count in self.needed.items()
             ],
@@ -156,17 +161,13 @@ def plan_fleet(
     if count is None:
         raise _none_keeps(sizer, with_widest(limits, space), busiest)
     note(f"{count} replicas at {limits} for the busiest stretch")
-    slower = _Sizer(_slower(sizer.predictor), trace, plan, aim)
-    ways = sizer.ways(limits, count, note)
-    return FleetPlan(
-        limits,
-        space.current,
-        aim,
-        needed,
-        slower.fewest(busiest, limits, count),
-        predictor.error,
-        ways,
-    )
+    by_stretch = sizer.needed(limits, count)
+    ways = sizer.ways(limits, by_stretch, note)
+    odds = _odds(sizer, limits, by_stretch, ways[0].replicas)
+    if odds.sure is not None and odds.sure[0] != odds.replicas:
+        ways = (*ways, sizer.fixed(limits, odds.sure[0], "sure"))
+        note(f"sure: {odds.sure[0]} replicas, {ways[-1].gpu_hours:.3g} GPU hours")
+    return FleetPlan(limits, space.current, aim, needed, odds, predictor.error, ways)
 
 
 def fewest_replicas(
@@ -190,11 +191,30 @@ def fewest_replicas(
     return _Sizer(predictor.as_deployed(), trace, plan, aim).fewest(0, limits, first)
 
 
-def _slower(predictor: Predictor) -> Predictor:
-    """Return an engine whose steps take longer by what the profile is typically wrong."""
-    profile = predictor.profile
-    model = profile.step_model.scaled(1.0 + predictor.wrong_ratio)
-    return replace(predictor, profile=replace(profile, step_model=model))
+def _odds(
+    sizer: _Sizer, limits: EngineLimits, needed: Sequence[int | None], told: int
+) -> FleetOdds:
+    """Return how surely so many serve the stretch that takes the most, and how many surely do.
+
+    Of several that take as many the busiest.
+    """
+    busiest = sizer.busiest()
+    stretch = max(range(len(needed)), key=lambda i: (needed[i] or 0, i == busiest))
+    possible = sizer.possible(stretch, limits)
+    p_kept = {told: possible.p_kept(told)}
+
+    def is_sure(count: int) -> bool:
+        p_kept[count] = possible.p_kept(count)
+        return p_kept[count] >= CONFIDENCE
+
+    sure = told if p_kept[told] >= CONFIDENCE else sizer.least(is_sure, told, told + 1)
+    return FleetOdds(
+        told,
+        p_kept[told],
+        None if sure is None else (sure, p_kept[sure]),
+        float(sizer.edges_s[stretch]),
+        possible.basis,
+    )
 
 
 def _none_keeps(
@@ -242,12 +262,7 @@ def _serve_well(sizer: _Sizer, space: SearchSpace, share: Trace) -> list[EngineL
 
     The best first, and one of those that do the same.
     """
-    aim = Aim(Objective.LATENCY, sizer.aim.slos, sizer.plan, None)
-    try:
-        workload = Workload.of("traffic", share, (whole(share),), aim)
-    except TooFewSamplesError:
-        workload = Workload.of_piece(share, sizer.plan, aim)
-    seen = predict(sizer.predictor, space, workload).observations
+    seen = predict(sizer.predictor, space, sizer.workload(share)).observations
     order = {one.score.order: one for one in reversed(seen)}
     ranked = [order[key] for key in sorted(order)]
     good = sum(one.score.tier is Tier.GOOD for one in ranked)
@@ -294,13 +309,15 @@ class _Sizer:
 
         `first` is the number to begin with.
         """
-        return self._least(lambda count: self.keeps(stretch, limits, count), 0, first)
+        return self.least(lambda count: self.keeps(stretch, limits, count), 0, first)
 
-    def _least(self, keeps: Callable[[int], bool], low: int, first: int) -> int | None:
+    def least(self, keeps: Callable[[int], bool], low: int, first: int) -> int | None:
         """Return the least number above `low` that keeps the SLOs, None where none does.
 
         More replicas are taken to do no worse.
         """
+        if low >= self.aim.most:
+            return None
         high, step = min(self.aim.most, first), 1
         while not keeps(high):
             if high == self.aim.most:
@@ -320,15 +337,53 @@ class _Sizer:
         They do that if all of it is answered when the next stretch begins, in whatever bursts
         it came, or if it is sustained.
         """
-        prepared = self._prepare(stretch)
-        log = self._simulate(prepared, limits, Fleet(replicas, self.aim.router)).log
+        used, bears = self._judge(stretch, self._prepare(stretch), limits, replicas)
+        return used <= 1 and bears
+
+    def _judge(
+        self,
+        stretch: int,
+        prepared: PreparedTrace,
+        limits: EngineLimits,
+        replicas: int,
+        engine: SimulatedEngine | None = None,
+    ) -> tuple[float, bool]:
+        """Return how much of its tightest SLO is used in a stretch, and if all is borne.
+
+        The traffic and the engine may be others that are as possible.
+        """
+        fleet = Fleet(replicas, self.aim.router)
+        log = self._simulate(prepared, limits, fleet, engine).log
         measured = measure([log], self.aim.slos)
-        carried = self._carried(len(prepared.trace))
-        if not measured.completed or any(slo.is_broken_by(measured) for slo in carried):
-            return False
         rows, is_last = self.slices[stretch], stretch + 1 == len(self.slices)
+        carried = self._carried(rows.stop - rows.start)
+        used = max(((slo.slack_ratio(measured) or 0.0) + 1 for slo in carried), default=0.0)
         ends_s = float(self.edges_s[stretch + 1] - self.trace.due_s[rows.start])
-        return measured.is_sustained or (not is_last and log.clock_s <= ends_s)
+        bears = measured.is_sustained or (not is_last and log.clock_s <= ends_s)
+        return used if measured.completed else math.inf, bears
+
+    def possible(self, stretch: int, limits: EngineLimits) -> PossibleFleets:
+        """Return fleets on draws of a stretch and of the engine's speed."""
+
+        def judge(
+            engine: SimulatedEngine, drawn: PreparedTrace, replicas: int
+        ) -> tuple[float, bool]:
+            return self._judge(stretch, drawn, limits, replicas, engine)
+
+        def used(replicas: int) -> float:
+            return self._judge(stretch, self._prepare(stretch), limits, replicas)[0]
+
+        return PossibleFleets(
+            self.predictor, self.workload(self.part(stretch)), limits, judge, used
+        )
+
+    def workload(self, traffic: Trace) -> Workload:
+        """Return traffic of a fleet as it is replayed and judged."""
+        aim = Aim(Objective.LATENCY, self.aim.slos, self.plan, None)
+        try:
+            return Workload.of("traffic", traffic, (whole(traffic),), aim)
+        except TooFewSamplesError:
+            return Workload.of_piece(traffic, self.plan, aim)
 
     def _prepare(self, stretch: int) -> PreparedTrace:
         if stretch not in self._prepared:
@@ -336,22 +391,27 @@ class _Sizer:
         return self._prepared[stretch]
 
     def _simulate(
-        self, prepared: PreparedTrace, limits: EngineLimits, fleet: Fleet
+        self,
+        prepared: PreparedTrace,
+        limits: EngineLimits,
+        fleet: Fleet,
+        engine: SimulatedEngine | None = None,
     ) -> FleetLog:
-        engine = self.predictor.simulated(limits)
+        engine = engine or self.predictor.simulated(limits)
         return simulate_fleet(engine, prepared, limits, self.plan, fleet)
 
     def ways(
-        self, limits: EngineLimits, count: int, note: Callable[[str], None]
+        self,
+        limits: EngineLimits,
+        needed: Sequence[int | None],
+        note: Callable[[str], None],
     ) -> tuple[Way, ...]:
         """Simulate the ways to run a fleet over the whole trace.
 
-        `count` is how many the busiest stretch needs. As many as others need are on too, but
-        for a stretch that no number is enough for.
+        As many are on as each stretch needs, but for one that no number is enough for.
         """
-        prepared = PreparedTrace(self.trace, self.plan)
-        needed = self._needed(limits, count)
-        fixed, log = self._fixed(prepared, limits, needed)
+        prepared = self._whole
+        fixed, log = self._fixed(limits, needed)
         note(f"fixed: {fixed.replicas} replicas, {fixed.gpu_hours:.3g} GPU hours")
         if len(self.slices) == 1:
             return (fixed,)
@@ -361,8 +421,11 @@ class _Sizer:
         note(f"by stretch: {planned.gpu_hours:.3g} GPU hours")
         return fixed, planned, self._autoscaled(prepared, limits, needed, log)
 
-    def _needed(self, limits: EngineLimits, count: int) -> list[int | None]:
-        """Return how many replicas each stretch needs by itself, None where none are enough."""
+    def needed(self, limits: EngineLimits, count: int) -> list[int | None]:
+        """Return how many replicas each stretch needs by itself, None where none are enough.
+
+        `count` is how many the busiest needs.
+        """
         busiest = self.busiest()
         return [
             count
@@ -373,19 +436,32 @@ class _Sizer:
             for i, rows in enumerate(self.slices)
         ]
 
+    @cached_property
+    def _whole(self) -> PreparedTrace:
+        return PreparedTrace(self.trace, self.plan)
+
+    def fixed(self, limits: EngineLimits, count: int, name: str) -> Way:
+        """Simulate a fleet of one size over the whole trace."""
+        return self._fixed_at(limits, count, name)[0]
+
+    def _fixed_at(
+        self, limits: EngineLimits, count: int, name: str = "fixed"
+    ) -> tuple[Way, FleetLog]:
+        log = self._simulate(self._whole, limits, Fleet(count, self.aim.router))
+        return self._way(name, log, [(0.0, count)]), log
+
     def _fixed(
-        self, prepared: PreparedTrace, limits: EngineLimits, needed: Sequence[int | None]
+        self, limits: EngineLimits, needed: Sequence[int | None]
     ) -> tuple[Way, FleetLog]:
         """Return a fleet of one size: of more where a stretch leaves a queue to the next."""
         tried: dict[int, tuple[Way, FleetLog]] = {}
 
         def keeps(count: int) -> bool:
-            log = self._simulate(prepared, limits, Fleet(count, self.aim.router))
-            tried[count] = self._way("fixed", log, [(0.0, count)]), log
+            tried[count] = self._fixed_at(limits, count)
             return self._is_kept(tried[count][0], needed)
 
         first = max(count for count in needed if count is not None)
-        return tried[self._least(keeps, first - 1, first) or first]
+        return tried[self.least(keeps, first - 1, first) or first]
 
     def _short(self, way: Way) -> list[int]:
         """Return in which stretches an SLO does not hold."""

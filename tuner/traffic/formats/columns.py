@@ -152,6 +152,7 @@ class Columns:
     remarks: tuple[str, ...] = ()
     sampled_from: str = ""
     priorities: Ints | None = None
+    engines: Ints | None = None
     starts_at_s: float | None = None
 
     def take(self, rows: npt.NDArray[np.int64]) -> Columns:
@@ -275,6 +276,7 @@ def assemble(
         concurrency=columns.concurrency,
         request_ids=columns.request_ids,
         priorities=columns.priorities,
+        engines=columns.engines,
         source=source,
         format=format_name,
         sha256=sha256,

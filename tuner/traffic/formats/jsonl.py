@@ -63,6 +63,7 @@ class Block:
     parents: Texts
     aborted: Bools
     priorities: Ints | None
+    engines: Ints | None
 
     def __len__(self) -> int:
         return len(self.prompt)
@@ -105,7 +106,8 @@ def join(
         e2e_s=_unless_unknown(e2e_s),
         ttft_s=_unless_unknown(np.concatenate([block.ttft_s for block in blocks])),
         request_ids=_joined_texts(blocks, lambda block: block.request_ids),
-        priorities=_joined_priorities(blocks),
+        priorities=_joined(blocks, lambda block: block.priorities, 0),
+        engines=_joined(blocks, lambda block: block.engines, -1),
         models=Labels.of(models) if models is not None else None,
         aborted=aborted if aborted.any() else None,
         aborted_before=header.aborted,
@@ -147,13 +149,18 @@ def _joined_texts(blocks: Sequence[Block], of: Callable[[Block], Texts]) -> Text
     return tuple(chain.from_iterable(of(block) or ("",) * len(block) for block in blocks))
 
 
-def _joined_priorities(blocks: Sequence[Block]) -> Ints | None:
-    """Return who is served first; vLLM's 0 where a line says nothing, None where none does."""
-    if all(block.priorities is None for block in blocks):
+def _joined(
+    blocks: Sequence[Block], of: Callable[[Block], Ints | None], missing: int
+) -> Ints | None:
+    """Return a column of whole numbers that most traces lack, None where all blocks do."""
+    columns = [of(block) for block in blocks]
+    if all(column is None for column in columns):
         return None
-    return np.concatenate(
-        [np.zeros(len(b), np.int64) if b.priorities is None else b.priorities for b in blocks]
-    )
+    filled: list[Ints] = [
+        np.full(len(block), missing) if column is None else column
+        for block, column in zip(blocks, columns, strict=True)
+    ]
+    return np.concatenate(filled)
 
 
 def _given_turns(path: Path, blocks: Sequence[Block], skipped: Skipped) -> Turns | None:
@@ -235,6 +242,7 @@ class _Row(msgspec.Struct, gc=False, kw_only=True):
     after: int | None = None
     pause_s: float | None = None
     priority: int | None = None
+    engine_index: int | None = None
     status: Any = None
     chat_id: None = None
     parent_chat_id: None = None
@@ -396,8 +404,6 @@ def _decode(data: bytes, dialect: Dialect) -> Block | None:
 def _columns(rows: Sequence[_Row], arrived: Floats, dialect: Dialect) -> Block | None:
     n = len(rows)
     lists = [row.hash_ids for row in rows]
-    priorities = [row.priority for row in rows]
-    has_priorities = any(priority is not None for priority in priorities)
     block = Block(
         arrived=arrived,
         prompt=np.fromiter((row.input_length for row in rows), np.int64, n),
@@ -413,11 +419,18 @@ def _columns(rows: Sequence[_Row], arrived: Floats, dialect: Dialect) -> Block |
         chats=_texts([row.chat_id for row in rows]),
         parents=_texts([row.parent_chat_id for row in rows]),
         aborted=np.fromiter((row.status == _ABORTED for row in rows), np.bool_, n),
-        priorities=np.array([p or 0 for p in priorities], np.int64) if has_priorities else None,
+        priorities=_whole([row.priority for row in rows], 0),
+        engines=_whole([row.engine_index for row in rows], -1),
     )
     stated = dialect.stated_size
     sizes = {row.block_size for row in rows} - {None, stated} if stated else set()
     return block if not sizes and _is_plausible(block, dialect) else None
+
+
+def _whole(values: Sequence[int | None], missing: int) -> Ints | None:
+    if values.count(None) == len(values):
+        return None
+    return np.array([missing if value is None else value for value in values], np.int64)
 
 
 def _texts(values: Sequence[str | int | None]) -> tuple[str, ...] | None:

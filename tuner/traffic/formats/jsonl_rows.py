@@ -130,6 +130,9 @@ def _faults(row: dict[str, object], dialect: Dialect) -> Iterator[Fault]:
     priority = row.get("priority")
     if priority is not None and not _is_id(priority):
         yield f"priority must be a 64-bit whole number, got {shown(priority)}", ""
+    engine = row.get("engine_index")
+    if engine is not None and not _is_id(engine):
+        yield f"engine_index must be a 64-bit whole number, got {shown(engine)}", ""
     yield from _text_faults(row, dialect)
 
 

@@ -3,7 +3,8 @@
 One object per line: `timestamp` (milliseconds) or `arrived_at_s` (seconds), `input_length`,
 `output_length`, and if known `hash_ids`, `e2e_s`, `ttft_s`, `request_id`, `model`; a turn that
 waits for an answer says `after` (the number of that request in the file, from 0) and `pause_s`,
-a `priority` is vLLM's, the smallest served first, 0 without one.
+a `priority` is vLLM's, the smallest served first, 0 without one. `engine_index` is that of the
+engine which answered, where several were recorded together.
 A `status` of `abort` says that the client left before the answer was whole. Other keys are
 ignored. A first line `{"trace_header": {"version": 1, ...}}` says what holds for all:
 `block_size` of the hash ids (512 without it), `clock` (wall, shared, own), `in_flight` (a
@@ -144,4 +145,6 @@ def _row(trace: Trace, i: int, size: object) -> dict[str, object]:
         row["request_id"] = trace.request_ids[i]
     if trace.priorities is not None:
         row["priority"] = int(trace.priorities[i])
+    if trace.engines is not None and trace.engines[i] >= 0:
+        row["engine_index"] = int(trace.engines[i])
     return row

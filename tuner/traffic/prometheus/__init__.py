@@ -2,7 +2,8 @@
 
 `client` queries, `readings` knows vLLM's metrics, `counters` says what happened between
 scrapes, and `sampled` draws requests that agree with it, with `prefixes` that hit as often, and
-says how in `remarks`; `live` is how a server does over a stretch of time.
+says how in `remarks`; `replicas` picks one of several engines that served at once, and `live`
+is how a server does over a stretch of time.
 """
 
 from __future__ import annotations

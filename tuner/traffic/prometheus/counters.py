@@ -19,6 +19,9 @@ from tuner.traffic.sampling import Histogram
 GAP_STEPS = 2.5
 """Ours: one missed scrape is usual and two happen; past that the stretch is unknown."""
 
+MOST_AT_ONCE = 1.1
+"""Ours: where one engine takes the place of another both are there for a while."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LengthRises:
@@ -153,6 +156,16 @@ def uncovered_s(starts_s: Floats, ends_s: Floats) -> float:
     reached = np.maximum.accumulate(ends_s[order])
     holes = starts_s[order][1:] - reached[:-1]
     return float(np.maximum(holes, 0.0).sum())
+
+
+def at_once(starts_s: Floats, ends_s: Floats) -> float:
+    """Return how many of some engines there were at once, in the mean while any was there.
+
+    >>> at_once(np.array([0.0, 0.0, 5.0]), np.array([10.0, 5.0, 10.0]))
+    2.0
+    """
+    any_s = ends_s.max() - starts_s.min() - uncovered_s(starts_s, ends_s) if ends_s.size else 0
+    return float((ends_s - starts_s).sum() / any_s) if any_s > 0 else 0.0
 
 
 def stretches(counts: Floats, least: float) -> Ints:

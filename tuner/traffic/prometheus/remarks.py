@@ -11,7 +11,14 @@ from tuner.traffic.concurrency import SECONDS_PER_OUTPUT_TOKEN
 from tuner.traffic.describe import hits_differ
 from tuner.traffic.formats.columns import Columns
 from tuner.traffic.prometheus.client import Span
-from tuner.traffic.prometheus.counters import EngineWindows, LengthRises, uncovered_s, usual
+from tuner.traffic.prometheus.counters import (
+    MOST_AT_ONCE,
+    EngineWindows,
+    LengthRises,
+    at_once,
+    uncovered_s,
+    usual,
+)
 from tuner.traffic.prometheus.prefixes import SharedPrefixes
 from tuner.traffic.prometheus.readings import ServerFacts
 
@@ -19,9 +26,7 @@ from tuner.traffic.prometheus.readings import ServerFacts
 _GAPS, _SHORT = "there is no data for", "there is data for"
 _MISSED = "prefix hits cannot be imitated:"
 _MANY = "engines at once are added up:"
-
-MOST_AT_ONCE = 1.1
-"""Ours: where one engine takes the place of another both are there for a while."""
+_SUMS = "the series name no instance:"
 
 
 def on_arrivals(windows: Sequence[EngineWindows], facts: ServerFacts) -> Iterator[str]:
@@ -139,9 +144,9 @@ def another_load(remarks: Sequence[str]) -> str:
 
 
 def _of_many(remarks: Sequence[str]) -> str:
-    """Return that several engines served the traffic at once, or nothing."""
+    """Return that several engines served the traffic at once, or may have, or nothing."""
     if not any(_MANY in remark for remark in remarks):
-        return ""
+        return next((remark for remark in remarks if remark.startswith(_SUMS)), "")
     return (
         "the traffic is that of several engines at once, and a profile is of one: name one "
         "with --label, for example instance=HOST:PORT or engine=0"
@@ -163,14 +168,22 @@ def on_the_server(windows: Sequence[EngineWindows], facts: ServerFacts) -> Itera
 
 def _on_engines(windows: Sequence[EngineWindows]) -> str:
     """Return how many engines there were, and whether at once or in place of each other."""
-    starts_s, ends_s = np.array([(w.starts_s[0], w.ends_s[-1]) for w in windows]).T
-    any_s = ends_s.max() - starts_s.min() - uncovered_s(starts_s, ends_s)
-    at_once = float((ends_s - starts_s).sum() / any_s)
-    if at_once < MOST_AT_ONCE:
+    together = at_once(*np.array([(w.starts_s[0], w.ends_s[-1]) for w in windows]).T)
+    if together < MOST_AT_ONCE:
         return f"{len(windows)} engines are added up, each in place of the one before it"
+    replicas = max(2, round(together))
     return (
-        f"{at_once:.3g} {_MANY} tune trace thin --replicas {max(2, round(at_once))} gives one "
-        "of them its share"
+        f"{together:.3g} {_MANY} tune trace thin --replicas {replicas} gives one of them its "
+        "share"
+    )
+
+
+def on_sums() -> str:
+    """Return that sums over servers cannot be told from one engine."""
+    return (
+        f"{_SUMS} sums over several servers look like one engine, and a profile is of one: "
+        "query the Prometheus that scrapes the servers, or say with --label job=NAME that "
+        "there is one"
     )
 
 
