@@ -300,6 +300,15 @@ def test_help_is_what_it_was(monkeypatch: pytest.MonkeyPatch, capsys: Output) ->
     assert shown == SNAPSHOT.read_text()
 
 
+@pytest.mark.parametrize("columns", ["1", "6"])
+def test_help_in_a_sliver_of_a_terminal_keeps_its_words_whole(
+    columns: str, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert run(["doctor", "--help"]) == 0
+    assert "installation" in capsys.readouterr().out.split()
+
+
 def options_of(command: click.Command) -> list[click.Option]:
     return [p for p in command.params if isinstance(p, click.Option)]
 

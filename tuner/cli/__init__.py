@@ -11,6 +11,7 @@ import sys
 import traceback
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from shutil import get_terminal_size
 from types import FrameType
 
 import click
@@ -25,6 +26,10 @@ _COMPLETE = "_TUNE_COMPLETE"
 
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
+_WIDEST = 96
+"""Ours: columns of help, as of our own source lines."""
+_NARROWEST = 20
+"""Ours: columns that hold the longest words of the help beside its indent."""
 _HELPS = {"-h", "--help", "--version"}
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -62,6 +67,14 @@ def hear_no_more() -> None:
         signal.signal(kind, signal.SIG_IGN)
 
 
+def _help_columns() -> int:
+    """Return how wide help is: as the terminal, where words fit into it.
+
+    In fewer columns they would be cut into letters, and in six nothing can be set at all.
+    """
+    return max(_NARROWEST, min(get_terminal_size().columns - 1, _WIDEST))
+
+
 def _one_thread() -> AbstractContextManager[object]:
     """Return `tuner.stats.one_thread`, imported here since help needs no numpy."""
     from tuner.stats import one_thread
@@ -74,7 +87,9 @@ def run(arguments: list[str]) -> int:  # noqa: PLR0911 - one return per way to e
     hear_endings()
     try:
         with nullcontext() if _HELPS.intersection(arguments) else _one_thread():
-            context = tune_command.make_context("tune", list(arguments))
+            context = tune_command.make_context(
+                "tune", list(arguments), terminal_width=_help_columns()
+            )
             with context:
                 code = tune_command.invoke(context)
                 sys.stdout.flush()

@@ -59,8 +59,8 @@ Added = Callable[[Command], Command]
 """What adds options to a command."""
 
 
-CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 96}
-"""How every command shows its help."""
+CONTEXT = {"help_option_names": ["-h", "--help"]}
+"""How every command is asked for its help."""
 
 BAD_INPUT = "0 done; 2 bad input"
 """Exit codes of a command that starts no engine."""
