@@ -360,6 +360,31 @@ def processor_s(folder: Path, code: str) -> float:
     return min(took_s)
 
 
+INTERRUPTED_AT = """
+import os, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+from tuner.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("module", ["click", "cloup", "tuner.errors", "tuner.cli.values"])
+def test_ctrl_c_while_modules_are_imported_shows_no_traceback(
+    module: str, folder: Path
+) -> None:
+    code = INTERRUPTED_AT.format(module=module)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def completed(folder: Path, typed: str, instruction: str) -> str:
     """Return what a shell is told that asks for completions."""
     words = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split(" ")) - 1)}
