@@ -14,6 +14,7 @@ import pytest
 
 from support.drift_parts import busy_traffic, longer_outputs
 from support.job_parts import SHORT, arguments_for
+from support.paths import ROOT
 from support.prometheus_parts import need_prometheus, with_history
 from support.prometheus_past import SHAKEN, TWINS, PastEngine
 from support.retune_parts import a_retune, an_aim
@@ -132,6 +133,12 @@ def test_a_window_of_new_traffic_begins_as_warm_as_where_it_is_tuned_for(
     assert aim.window == aim_of(tuning, TODAY).window == Window(60.0, 120.0, lead_in_s)
     retune, _ = a_retune(EngineLimits(2, 2048), CROWDED, 0.03)
     assert retune.rank(TODAY, aim).workload.requests == len(TODAY.between(60.0, 120.0))
+
+
+def test_the_result_of_a_run_is_as_good_a_baseline_as_the_run() -> None:
+    run = ROOT / "examples" / "demo" / "run"
+    of_file, of_run = read_baseline(run / "result.json"), read_baseline(run)
+    assert (of_file.label, of_file.current) == (of_run.label, of_run.current)
 
 
 def run_check(*arguments: str) -> int:
