@@ -191,13 +191,21 @@ def test_a_configuration_is_read_and_compared_also_where_traffic_is_the_same(
     with pytest.raises(UsageError, match=r"gone.yaml does not exist"):
         run_check(*same, "--config", str(tmp_path / "gone.yaml"))
     served = tmp_path / "served.yaml"
-    for seqs, words in ((1, "but the configuration has 1/512 and the baseline 4/512"), (4, "")):
-        served.write_text(f"model: none\nmax-num-seqs: {seqs}\n")
+    others = "but the configuration has 1/512 and the baseline 4/512"
+    cache = "the profile was made with no-enable-prefix-caching: not set, here it is True"
+    off = "no-enable-prefix-caching: true\n"
+    for seqs, more, words in (
+        (1, "", others),
+        (4, "", ""),
+        (4, off, f"but {cache}"),
+        (1, off, f"{others}; {cache}"),
+    ):
+        served.write_text(f"model: none\nmax-num-seqs: {seqs}\n{more}")
         assert run_check(*same, "--config", str(served), "--json") == 0
         shown = json.loads(capsys.readouterr().out)
         assert shown["verdict"] == "unchanged"
         assert shown["current"] == {"max_num_seqs": seqs, "max_num_batched_tokens": 512}
-        assert shown["why"].partition(", ")[2] == words
+        assert shown["why"].partition("to matter")[2].removeprefix(", ") == words
 
 
 @pytest.mark.slow
