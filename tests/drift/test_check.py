@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import click
 import numpy as np
 import pytest
 
@@ -206,6 +207,18 @@ def test_a_configuration_is_read_and_compared_also_where_traffic_is_the_same(
         assert shown["verdict"] == "unchanged"
         assert shown["current"] == {"max_num_seqs": seqs, "max_num_batched_tokens": 512}
         assert shown["why"].partition("to matter")[2].removeprefix(", ") == words
+
+
+def test_a_window_is_of_what_is_predicted_and_all_traffic_is_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile, trace = a_kept_profile(tmp_path), tmp_path / "before.jsonl"
+    same = ("--baseline", str(profile), "--trace", str(trace))
+    assert run_check(*same, "--window", "0s:5s", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["verdict"] == "unchanged"
+    window = next(p for p in check_command.params if p.name == "window")
+    assert isinstance(window, click.Option)
+    assert "to predict, if all of it has shifted: all, 5m:10m" in (window.help or "")
 
 
 @pytest.mark.slow
