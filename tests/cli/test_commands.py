@@ -300,6 +300,15 @@ def test_help_is_what_it_was(monkeypatch: pytest.MonkeyPatch, capsys: Output) ->
     assert shown == SNAPSHOT.read_text()
 
 
+@pytest.mark.parametrize("columns", ["1", "6"])
+def test_help_in_a_sliver_of_a_terminal_keeps_its_words_whole(
+    columns: str, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert run(["doctor", "--help"]) == 0
+    assert "installation" in capsys.readouterr().out.split()
+
+
 def options_of(command: click.Command) -> list[click.Option]:
     return [p for p in command.params if isinstance(p, click.Option)]
 
@@ -349,6 +358,31 @@ def processor_s(folder: Path, code: str) -> float:
         assert heavy == "[]\n"
         took_s.append(float(spent_s))
     return min(took_s)
+
+
+INTERRUPTED_AT = """
+import os, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+from tuner.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("module", ["click", "cloup", "tuner.errors", "tuner.cli.values"])
+def test_ctrl_c_while_modules_are_imported_shows_no_traceback(
+    module: str, folder: Path
+) -> None:
+    code = INTERRUPTED_AT.format(module=module)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def completed(folder: Path, typed: str, instruction: str) -> str:

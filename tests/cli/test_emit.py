@@ -40,6 +40,11 @@ def test_a_file_is_as_good_a_source_as_a_run(tmp_path: Path, capsys: Output) -> 
     ]
 
 
+def test_the_result_of_a_run_names_the_run(tmp_path: Path, capsys: Output) -> None:
+    folder = a_run_dir(tmp_path)
+    assert emitted(capsys, str(folder / "result.json")) == emitted(capsys, str(folder))
+
+
 def test_a_secret_goes_into_the_file_of_vllm_alone(tmp_path: Path, capsys: Output) -> None:
     best, other = tmp_path / "best.yaml", tmp_path / "again.yaml"
     best.write_text(yaml.safe_dump({**QWEN, "api-key": "s3cret-value"}))

@@ -219,11 +219,21 @@ def test_the_mooncake_slice_is_replayed_and_what_is_too_long_is_counted(
     assert "requests_refused" in found["caveats"]
 
 
-def test_an_engine_argument_that_vllm_does_not_know_is_named(tmp_path: Path) -> None:
-    done = typed(tmp_path, "--trace", str(TRACE), "--engine-arg", "no-such-key=1")
+@pytest.mark.parametrize(
+    ("argument", "key", "hint"),
+    [
+        ("--engine-arg=no-such-key=1", "no-such-key", "compare the key with"),
+        ("--engine-arg=block-sise=32", "block-sise", "did you mean block-size?"),
+        ("--variant=big:block-sise=32", "block-sise", "did you mean block-size?"),
+    ],
+)
+def test_an_engine_argument_that_vllm_does_not_know_is_named(
+    argument: str, key: str, hint: str, tmp_path: Path
+) -> None:
+    done = typed(tmp_path, "--trace", str(TRACE), argument)
     assert done.returncode == 2
-    assert "error: vLLM refuses the configuration" in done.stderr
-    assert "--no-such-key" in done.stderr
+    assert f"vLLM refuses the configuration: unrecognized arguments: --{key}" in done.stderr
+    assert f"hint:  {hint}" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -20,6 +20,7 @@ import pytest
 from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
+from support.paths import ROOT
 from support.prometheus_parts import wait_for
 from support.shadow_files import home
 from support.watch_parts import EIGHT, HOUR_S, UNCHANGED, a_world, pays
@@ -268,6 +269,18 @@ def test_what_cannot_be_watched_is_reported_at_once(
     with pytest.raises(UsageError) as shown:
         run_watch(options_of(home, "--once", "--force-profile", *more), NoWait())
     assert words in shown.value.message
+
+
+def test_a_run_and_its_result_are_watched_with_the_same_state(home: Path) -> None:
+    run_dir = ROOT / "examples" / "demo" / "run"
+    kept = home / "best.yaml.watch" / "state.json"
+    seen = []
+    for named in (run_dir, run_dir / "result.json"):
+        more = ("--prometheus", "http://127.0.0.1:9", "--once", "--force-profile")
+        with pytest.raises(UsageError, match="cannot be reached"):
+            run_watch(options_of(home, *more, "--profile", str(named)), NoWait())
+        seen.append(json.loads(kept.read_text())["profile_sha256"])
+    assert seen[0] == seen[1]
 
 
 def test_a_configuration_of_one_limit_is_what_is_served(

@@ -9,11 +9,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import click
 import numpy as np
 import pytest
 
 from support.drift_parts import busy_traffic, longer_outputs
 from support.job_parts import SHORT, arguments_for
+from support.paths import ROOT
 from support.prometheus_parts import need_prometheus, with_history
 from support.prometheus_past import SHAKEN, PastEngine
 from support.retune_parts import a_retune, an_aim
@@ -135,6 +137,12 @@ def test_a_window_of_new_traffic_begins_as_warm_as_where_it_is_tuned_for(
     assert retune.rank(TODAY, aim).workload.requests == len(TODAY.between(60.0, 120.0))
 
 
+def test_the_result_of_a_run_is_as_good_a_baseline_as_the_run() -> None:
+    run = ROOT / "examples" / "demo" / "run"
+    of_file, of_run = read_baseline(run / "result.json"), read_baseline(run)
+    assert (of_file.label, of_file.current) == (of_run.label, of_run.current)
+
+
 def run_check(*arguments: str) -> int:
     """Run the command as `tune check` does. Raises: TunerError."""
     context = check_command.make_context("check", list(arguments))
@@ -185,13 +193,33 @@ def test_a_configuration_is_read_and_compared_also_where_traffic_is_the_same(
     with pytest.raises(UsageError, match=r"gone.yaml does not exist"):
         run_check(*same, "--config", str(tmp_path / "gone.yaml"))
     served = tmp_path / "served.yaml"
-    for seqs, words in ((1, "but the configuration has 1/512 and the baseline 4/512"), (4, "")):
-        served.write_text(f"model: none\nmax-num-seqs: {seqs}\n")
+    others = "but the configuration has 1/512 and the baseline 4/512"
+    cache = "the profile was made with no-enable-prefix-caching: not set, here it is True"
+    off = "no-enable-prefix-caching: true\n"
+    for seqs, more, words in (
+        (1, "", others),
+        (4, "", ""),
+        (4, off, f"but {cache}"),
+        (1, off, f"{others}; {cache}"),
+    ):
+        served.write_text(f"model: none\nmax-num-seqs: {seqs}\n{more}")
         assert run_check(*same, "--config", str(served), "--json") == 0
         shown = json.loads(capsys.readouterr().out)
         assert shown["verdict"] == "unchanged"
         assert shown["current"] == {"max_num_seqs": seqs, "max_num_batched_tokens": 512}
-        assert shown["why"].partition(", ")[2] == words
+        assert shown["why"].partition("to matter")[2].removeprefix(", ") == words
+
+
+def test_a_window_is_of_what_is_predicted_and_all_traffic_is_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile, trace = a_kept_profile(tmp_path), tmp_path / "before.jsonl"
+    same = ("--baseline", str(profile), "--trace", str(trace))
+    assert run_check(*same, "--window", "0s:5s", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["verdict"] == "unchanged"
+    window = next(p for p in check_command.params if p.name == "window")
+    assert isinstance(window, click.Option)
+    assert "to predict, if all of it has shifted: all, 5m:10m" in (window.help or "")
 
 
 @pytest.mark.slow

@@ -37,6 +37,7 @@ from tuner.emit.registry import TARGETS, emit, merge_into
 from tuner.emit.sources import read_emitted, read_run
 from tuner.emit.target import Names
 from tuner.engine.limits import EngineLimits
+from tuner.errors import UsageError
 
 Output = pytest.CaptureFixture[str]
 FLAGS = "--max-num-seqs=48", "--max-num-batched-tokens=4096"
@@ -55,6 +56,17 @@ def changed(before: str, after: str) -> list[str]:
 def test_every_yaml_format_is_merged_in_these_tests() -> None:
     able = {name for name, target in TARGETS.items() if target.edit is not None}
     assert able - set(FILES) == {Format.VLLM_EXACT, Format.AIBRIX}
+
+
+@pytest.mark.parametrize("names", [Names(workload="other"), Names(container="other")])
+@pytest.mark.parametrize("chosen", FILES)
+def test_a_name_that_the_file_does_not_have_is_refused(
+    chosen: Format, names: Names, tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(FILES[chosen])
+    with pytest.raises(UsageError):
+        merge_into(path, chosen, PLAIN, names)
 
 
 @pytest.mark.parametrize("chosen", FILES)

@@ -127,6 +127,20 @@ def test_a_patch_is_refused_where_the_arguments_have_changed_since(
     assert "testing value /spec/template/spec/containers/1/" in done.stderr
 
 
+@pytest.mark.parametrize("tag", ["!Ref", "!vault"])
+def test_a_manifest_with_tags_of_another_tool_is_merged_and_has_no_patch(
+    tag: str, tmp_path: Path, capsys: Output
+) -> None:
+    manifest, merged = tmp_path / "running.yaml", tmp_path / "merged.yaml"
+    manifest.write_text(RUNNING.replace("name: chat\n", f"name: {tag} chat\n", 1))
+    source = str(a_run_dir(tmp_path, values=KEYED))
+    command = ["emit", source, "--format", "kubernetes", "--merge", str(manifest)]
+    assert run([*command, "--patch"]) == 2
+    assert f"running.yaml has the tag {tag} in line 4" in capsys.readouterr().err
+    assert run([*command, "-o", str(merged)]) == 0
+    assert f"\n  name: {tag} chat\n" in merged.read_text()
+
+
 def test_a_patch_without_the_manifest_is_refused(tmp_path: Path, capsys: Output) -> None:
     source = str(a_run_dir(tmp_path, values=KEYED))
     for kind in ("object", "component"):

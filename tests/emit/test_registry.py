@@ -295,11 +295,23 @@ def test_the_exact_form_is_refused_where_it_would_not_repeat_the_point(
 def test_a_name_is_given_where_the_user_gives_one(rec: Recommendation) -> None:
     names = Names(workload="chat", container="engine")
     assert loaded(emit(Format.KUBERNETES, rec, names))[0]["metadata"]["name"] == "chat"
-    assert "chat" in loaded(emit(Format.DOCKER_COMPOSE, rec, names))[0]["services"]
+    service = Names(workload="chat")
+    assert "chat" in loaded(emit(Format.DOCKER_COMPOSE, rec, service))[0]["services"]
     pod = loaded(emit(Format.KUBERNETES, rec, names))[0]["spec"]["template"]["spec"]
     assert pod["containers"][0]["name"] == "engine"
     dotted = Names(workload="chat.v2")
     assert loaded(emit(Format.KUBERNETES, rec, dotted))[0]["metadata"]["name"] == "chat.v2"
+
+
+@pytest.mark.parametrize("option", ["--name", "--container"])
+@pytest.mark.parametrize("chosen", [c for c in Format if TARGETS[c].write is not None])
+def test_a_name_is_written_or_refused(chosen: Format, option: str, rec: Recommendation) -> None:
+    names = Names(workload="other") if option == "--name" else Names(container="other")
+    if option in TARGETS[chosen].written_names:
+        assert emit(chosen, rec, names) != emit(chosen, rec)
+    else:
+        with pytest.raises(UsageError, match=f"{option} .other. has no place in"):
+            emit(chosen, rec, names)
 
 
 @pytest.mark.parametrize("name", ["Bad Name!", "Chat", "-chat", "chat_7b", "a" * 64])
@@ -308,5 +320,7 @@ def test_a_name_that_kubernetes_refuses_is_refused(
     chosen: Format, name: str, rec: Recommendation
 ) -> None:
     for option, names in (("--name", Names("", name)), ("--container", Names("", "", name))):
+        if option not in TARGETS[chosen].written_names:
+            continue
         with pytest.raises(UsageError, match=rf"{option} .* cannot be a name in Kubernetes"):
             emit(chosen, rec, names)

@@ -27,7 +27,15 @@ from support.recorder_asgi import (
     the_recorder,
     told_by_engine,
 )
-from support.recorder_parts import BLOCK, Reported, finished, recorded, rows_of, warnings_kept
+from support.recorder_parts import (
+    BLOCK,
+    Reported,
+    finished,
+    log_kept,
+    recorded,
+    rows_of,
+    warnings_kept,
+)
 from tuner.recorder import TraceRecorder, middleware
 from tuner.recorder import recorder as recorder_module
 from tuner.recorder.recorder import process_recorder
@@ -215,6 +223,25 @@ def test_a_failing_server_fails_as_before(prod: Path) -> None:
         exchange(app, engine)
     assert the_recorder().is_on
     assert not prod.exists()
+
+
+@pytest.mark.parametrize("counted_by", ["engine", "usage"])
+def test_requests_that_fail_are_counted_where_they_have_no_row(
+    prod: Path, counted_by: str
+) -> None:
+    recorder, engine = the_recorder(), Engine()
+    if counted_by == "engine":
+        told_by_engine()
+    failed = {**START, "status": 500}
+    with log_kept() as said:
+        for _ in range(3):
+            exchange(answering(failed, part(b"{}"), engine=engine), engine)
+        reported = finished(Reported("cmpl-alice-0")) if counted_by == "engine" else None
+        exchange(answering(START, part(REPLY), engine=engine, reported=reported), engine)
+        recorder.close()
+    assert len(recorded(prod)[1]) == 1
+    told = "; 3 more were refused, failed or left and have no row"
+    assert said[-1] == f"recorded 1 requests to {prod}{told}"
 
 
 def test_what_cannot_be_taken_in_is_left_out_with_one_warning_and_the_rest_recorded(

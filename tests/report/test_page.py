@@ -88,6 +88,10 @@ def test_the_parts_stand_in_their_order_and_the_answer_first(page: str) -> None:
     assert Outline(page).sections == ORDER
 
 
+def test_the_page_of_a_result_is_written_into_its_run(live: Path) -> None:
+    assert write_report(live / "result.json") == live / "report.html"
+
+
 def test_the_headline_is_the_recommendation(live: Path) -> None:
     advice = read(live, RESULT_FILE)["recommendation"]
     assert advice["verdict"] == "change"

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
+import yaml
 from hypothesis import given, settings
 
 from support.paths import ROOT
@@ -57,6 +58,29 @@ def test_the_file_can_be_read_by_people(tmp_path: Path) -> None:
     assert "  token_knots: [0, 64, 512]" in body
     assert "!!" not in text
     assert "&id" not in text
+
+
+def test_a_key_that_has_its_default_may_stand_there_or_be_left_out(tmp_path: Path) -> None:
+    plain = a_profile()
+    path = tmp_path / "profile.yaml"
+    write_profile(path, plain)
+    short = yaml.safe_load(path.read_text())
+    usual: dict[str, object] = {
+        **dict.fromkeys(["agreement", "uncertainty", "seen"]),
+        **{key: [] for key in ("doubts", "caveats")},
+        "origin": "",
+        "moved_ratio": 1.0,
+        "variants": {},
+    }
+    assert not set(usual) & set(short)
+    assert not {"host", "factors"} & set(short["step_model"])
+    factors = [list(row) for row in plain.step_model.factors.rows]
+    steps = {**short["step_model"], "host": None, "factors": factors}
+    path.write_text(yaml.safe_dump({**short, **usual, "step_model": steps}))
+    assert read_profile(path) == plain
+    engine = {k: v for k, v in short["engine"].items() if k not in {"kv_groups", "block_bytes"}}
+    path.write_text(yaml.safe_dump({**short, "engine": engine}))
+    assert read_profile(path) == plain
 
 
 def test_numbers_of_numpy_are_written_as_plain_ones(tmp_path: Path) -> None:

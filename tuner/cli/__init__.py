@@ -1,4 +1,7 @@
-"""The command `tune`: options in, exit codes out. Owns click and cloup."""
+"""The command `tune`: options in, exit codes out. Owns click and cloup.
+
+Most is imported once an interrupt is heard: that is most of a short command's time.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +11,33 @@ import os
 import select
 import signal
 import sys
-import traceback
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
-from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
 
-import click
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+    from types import FrameType
 
-from tuner.cli.commands import tune as tune_command
-from tuner.cli.options import as_usage_error
-from tuner.errors import TunerError, UsageError
-from tuner.redact import redacted_text
+    from tuner.errors import TunerError
 
 _COMPLETE = "_TUNE_COMPLETE"
 """The variable by which a shell asks for completions, named as click's own scripts do."""
 
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
+_WIDEST = 96
+"""Ours: columns of help, as of our own source lines."""
+_NARROWEST = 20
+"""Ours: columns that hold the longest words of the help beside its indent."""
 _HELPS = {"-h", "--help", "--version"}
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def _leave(*_: object) -> NoReturn:
+    """End at once: Ctrl-C while modules are imported, when there is nothing to keep or tell.
+
+    An exception would surface wherever the import is, as a traceback or not at all.
+    """
+    os._exit(130)
 
 
 def hear_endings() -> None:
@@ -62,6 +73,16 @@ def hear_no_more() -> None:
         signal.signal(kind, signal.SIG_IGN)
 
 
+def _help_columns() -> int:
+    """Return how wide help is: as the terminal, where words fit into it.
+
+    In fewer columns they would be cut into letters, and in six nothing can be set at all.
+    """
+    from shutil import get_terminal_size
+
+    return max(_NARROWEST, min(get_terminal_size().columns - 1, _WIDEST))
+
+
 def _one_thread() -> AbstractContextManager[object]:
     """Return `tuner.stats.one_thread`, imported here since help needs no numpy."""
     from tuner.stats import one_thread
@@ -71,13 +92,14 @@ def _one_thread() -> AbstractContextManager[object]:
 
 def run(arguments: list[str]) -> int:  # noqa: PLR0911 - one return per way to end
     """Run the command and return its exit code; every error ends here."""
+    import click
+
+    from tuner.cli.options import as_usage_error
+    from tuner.errors import TunerError
+
     hear_endings()
     try:
-        with nullcontext() if _HELPS.intersection(arguments) else _one_thread():
-            context = tune_command.make_context("tune", list(arguments))
-            with context:
-                code = tune_command.invoke(context)
-                sys.stdout.flush()
+        return _invoked(arguments)
     except click.exceptions.Exit as leave:
         return leave.exit_code
     except click.ClickException as complaint:
@@ -92,17 +114,43 @@ def run(arguments: list[str]) -> int:  # noqa: PLR0911 - one return per way to e
         _print_no_more()
         return 141
     except Exception as defect:  # noqa: BLE001 - the one place where one of ours may surface
-        if isinstance(defect, OSError) and defect.errno in _FULL:
-            _print_no_more()
-            where = "free space where the output goes, and for temporary files"
-            return _reported(
-                UsageError(f"what is told cannot be written: {defect.strerror}", where)
-            )
-        click.echo(redacted_text(traceback.format_exc()), err=True)
-        click.echo("error: this is a defect of tune, not of your input", err=True)
-        click.echo("hint:  report it together with the lines above", err=True)
-        return 1
+        return _surfaced(defect)
+
+
+def _invoked(arguments: list[str]) -> int:
+    """Read the arguments, do what they say and return the exit code."""
+    from contextlib import nullcontext
+
+    from tuner.cli.commands import tune
+
+    with nullcontext() if _HELPS.intersection(arguments) else _one_thread():
+        context = tune.make_context("tune", list(arguments), terminal_width=_help_columns())
+        with context:
+            code = tune.invoke(context)
+            sys.stdout.flush()
     return int(code or 0)
+
+
+def _surfaced(defect: Exception) -> int:
+    """Write what nobody has expected, a full disk or a defect of ours; return the exit code."""
+    import traceback
+
+    import click
+
+    from tuner.errors import UsageError
+    from tuner.redact import redacted_text
+
+    if isinstance(defect, OSError) and defect.errno in _FULL:
+        _print_no_more()
+        where = "free space where the output goes, and for temporary files"
+        return _reported(
+            UsageError(f"what is told cannot be written: {defect.strerror}", where)
+        )
+    told = "".join(traceback.format_exception(defect))
+    click.echo(redacted_text(told), err=True)
+    click.echo("error: this is a defect of tune, not of your input", err=True)
+    click.echo("hint:  report it together with the lines above", err=True)
+    return 1
 
 
 def _print_no_more() -> None:
@@ -123,6 +171,8 @@ def _open_streams() -> None:
 
     A file of the run would get that number, and take what libraries print.
     """
+    from pathlib import Path
+
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             nothing = Path(os.devnull).open(mode, encoding="utf-8")  # noqa: SIM115 - stays open
@@ -132,11 +182,14 @@ def _open_streams() -> None:
 
 def main() -> None:
     """Run `tune` on the process's own arguments, or complete them for a shell."""
+    signal.signal(signal.SIGINT, _leave)
     _open_streams()
+    from tuner.cli.commands import tune
+
     if instruction := os.environ.get(_COMPLETE):
         from click.shell_completion import shell_complete
 
-        sys.exit(shell_complete(tune_command, {}, "tune", _COMPLETE, instruction))
+        sys.exit(shell_complete(tune, {}, "tune", _COMPLETE, instruction))
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Whatever the locale: YAML, JSON and HTML are read as UTF-8.
         sys.stdout.reconfigure(encoding="utf-8")

@@ -95,7 +95,7 @@ def report(run_dir: str, output: str | None) -> int:
         help="How far sending may fall behind at its p99 before the run is void.",
     ),
 )
-@traffic_options
+@traffic_options()
 @engine_options
 def verify(**params: Any) -> int:
     """Try a configuration on the real API server, over HTTP and in real time.
@@ -145,7 +145,7 @@ def verify(**params: Any) -> int:
         "--uniform", is_flag=True, help="Repeat with every length replaced by the mean."
     ),
 )
-@traffic_options
+@traffic_options()
 @engine_options
 def compare(**params: Any) -> int:
     """Measure the strategies of the field side by side on your own trace.
@@ -198,7 +198,7 @@ def compare(**params: Any) -> int:
     *SHADOW,
 )
 @prometheus_options("6h")
-@traffic_options
+@traffic_options("Part of the current traffic to predict, if all of it has shifted")
 def check(**params: Any) -> int:
     """Say whether traffic has shifted, and whether a re-tune would pay.
 
@@ -248,7 +248,7 @@ def doctor() -> int:
     ),
     file_option("-o", "--output", help="Where the YAML goes; default: stdout."),
 )
-@traffic_options
+@traffic_options(default="all, or what fits into the time")
 @engine_options
 @cloup.option_group(
     "Search",
@@ -367,7 +367,7 @@ def tune(ctx: click.Context, /, **_: Any) -> int | None:
         "that the engine is warm; not in a closed loop.",
     ),
 )
-@traffic_options
+@traffic_options()
 @engine_options
 def replay(**params: Any) -> int:
     """Measure one configuration and print it."""

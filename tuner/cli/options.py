@@ -59,8 +59,8 @@ Added = Callable[[Command], Command]
 """What adds options to a command."""
 
 
-CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 96}
-"""How every command shows its help."""
+CONTEXT = {"help_option_names": ["-h", "--help"]}
+"""How every command is asked for its help."""
 
 BAD_INPUT = "0 done; 2 bad input"
 """Exit codes of a command that starts no engine."""
@@ -301,15 +301,7 @@ reading_options = cloup.option_group(
 )
 """How recorded traffic is read."""
 
-replay_options = cloup.option_group(
-    "Replaying the trace",
-    click.option(
-        "--window",
-        type=WINDOW,
-        metavar="SPAN",
-        help="Part of the trace: all, 5m:10m, peak:300s or typical:300s; default: all, and "
-        "of tune what fits into the time.",
-    ),
+_REPLAY_OPTIONS = (
     click.option(
         "--load", type=LOAD, default="1", metavar="X", show_default=True, help=f"{LOAD_MEANS}."
     ),
@@ -344,12 +336,24 @@ replay_options = cloup.option_group(
     ),
     TOO_LONG,
 )
-"""Which part of the traffic is replayed, and how."""
 
 
-def traffic_options(command: Command) -> Command:
-    """Add the options that say what is replayed and how; --trace stands with the first ones."""
-    return stacked(reading_options, replay_options)(command)
+def traffic_options(
+    part: str = "Part of the trace", default: str = "all"
+) -> Callable[[Command], Command]:
+    """Return what adds the options of what is replayed and how; --trace stands with the first.
+
+    `part` says of what --window is a part, `default` which part that is where it is left out.
+    """
+    window = click.option(
+        "--window",
+        type=WINDOW,
+        metavar="SPAN",
+        help=f"{part}: all, 5m:10m, peak:300s or typical:300s; default: {default}.",
+    )
+    return stacked(
+        reading_options, cloup.option_group("Replaying the trace", window, *_REPLAY_OPTIONS)
+    )
 
 
 engine_options = cloup.option_group(

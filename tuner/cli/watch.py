@@ -33,7 +33,7 @@ from tuner.engine.compat.serve import installed_vllm
 from tuner.engine.limits import EngineLimits
 from tuner.engine.serve_config import read_config
 from tuner.errors import UsageError
-from tuner.run.directory import PROFILE_FILE
+from tuner.run.directory import PROFILE_FILE, folder_of_run
 from tuner.run.options import TraceReading
 from tuner.search.space import Reach
 from tuner.shadow.calibration import error_ratio
@@ -225,7 +225,8 @@ def _state_store(directory: StateDir, path: Path) -> StateStore:
     state, damage = directory.load()
     if damage:
         say(damage)
-    profile = path / PROFILE_FILE if path.is_dir() else path
+    folder = folder_of_run(path)
+    profile = folder / PROFILE_FILE if folder.is_dir() else path
     sha256 = hashlib.sha256(profile.read_bytes()).hexdigest()
     if damage:
         last = replace(state.last, error=damage, error_s=time.time())

@@ -11,7 +11,7 @@ from pathlib import Path
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.replay.slo import Slo
-from tuner.run.directory import PROFILE_FILE
+from tuner.run.directory import PROFILE_FILE, folder_of_run
 from tuner.run.result import read_result
 from tuner.search.objective import Objective
 from tuner.shadow.profiles import Profile, read_profile
@@ -54,8 +54,9 @@ def read_baseline(path: Path, profile_path: Path | None = None) -> Baseline:
 
     Raises: UsageError if it is neither, or a file of it is missing or damaged.
     """
-    if path.is_dir():
-        return _of_run(path, profile_path)
+    folder = folder_of_run(path)
+    if folder.is_dir():
+        return _of_run(folder, profile_path)
     if not path.exists():
         raise UsageError(
             f"--baseline {path} does not exist", "name a run directory or a profile.yaml"

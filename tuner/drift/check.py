@@ -140,6 +140,15 @@ class Checked:
         """Return what the command ends with."""
         return EXIT_CODES[self.verdict]
 
+    def but(self, differing: Sequence[str]) -> Self:
+        """Return the verdict with how what is served is not what traffic is compared for.
+
+        Only of traffic that is the same: of any other the profile predicts what is served.
+        """
+        if self.verdict is not DriftVerdict.UNCHANGED or not differing:
+            return self
+        return replace(self, why=f"{self.why}, but {'; '.join(differing)}")
+
     def as_json(self) -> dict[str, Any]:
         """Return the verdict for --json."""
         return {
@@ -194,9 +203,9 @@ def check_traffic(
     """Return whether traffic has shifted from before, and whether a re-tune would pay.
 
     `sketches` are of what was tuned for and of the trace. `current` is None where `config` says
-    it; that those of the baseline are others is told where traffic is the same. The baseline's
-    profile predicts only if something shifted that can be felt. `note` receives what there is
-    to say meanwhile.
+    it; where traffic is the same it is told that the baseline has other limits, and that its
+    profile was made with another configuration. The profile predicts only if something shifted
+    that can be felt. `note` receives what there is to say meanwhile.
 
     Raises: ShadowError if the profile does not fit here; TooFewSamplesError; UsageError.
     """
@@ -216,12 +225,13 @@ def _checked_traffic(
 ) -> Checked:
     partial = of_several(trace.notes.remarks) or known_in_part(trace.notes.remarks)
     drift = Drift((), (), partial) if partial else drift_between(*sketches, options.seed)
-    served = current or _configured(config, baseline)
+    values = engine_of_profile(baseline.profile, config).values
+    engine = ProfiledEngine(baseline.profile)
+    served = current or engine.current_limits(values)
     found = without_replay(drift, served)
-    if found is not None and found.verdict is DriftVerdict.UNCHANGED and current is None:
-        return replace(found, why=found.why + _unlike_baseline(served, baseline))
     if found is not None:
-        return found
+        limits = [] if current else other_limits(served, baseline.current)
+        return found.but([*limits, *(engine.unlike(values) if config is not None else ())])
     ready = retune_on(trace, baseline, served, config, options, note)
     space = ready.retune.space
     others = len(space.grid())
@@ -233,17 +243,14 @@ def _checked_traffic(
     return checked
 
 
-def _configured(config: Config, baseline: Baseline) -> EngineLimits:
-    """Return the limits of a configuration that the profile speaks for. Raises: UsageError."""
-    values = engine_of_profile(baseline.profile, config).values
-    return ProfiledEngine(baseline.profile).current_limits(values)
+def other_limits(served: EngineLimits, tuned: EngineLimits) -> list[str]:
+    """Return that what is served has other limits than what traffic is compared for, if so.
 
-
-def _unlike_baseline(served: EngineLimits, baseline: Baseline) -> str:
-    """Say where what is served has other limits than what it is compared with, or nothing."""
-    if served == baseline.current:
-        return ""
-    return f", but the configuration has {served} and the baseline {baseline.current}"
+    >>> other_limits(EngineLimits(4, 512), EngineLimits(64, 512))
+    ['the configuration has 4/512 and the baseline 64/512']
+    """
+    told = f"the configuration has {served} and the baseline {tuned}"
+    return [] if served == tuned else [told]
 
 
 def check(drift: Drift, trace: Trace, retune: Retune, aim: Aim) -> Checked:

@@ -109,7 +109,7 @@ def edit(documents: list[Any], rec: Recommendation, names: Names) -> list[str]:
     """Set both limits in the arguments of an InferenceService's model."""
     document = find_object(documents, ("InferenceService",), names.workload)
     predictor = descend(document, ("spec", "predictor"), _ARGS_PATH)
-    if isinstance(predictor, dict) and "containers" in predictor:
+    if isinstance(predictor, dict) and (names.container or "containers" in predictor):
         shown = "spec.predictor.containers[]"
         holder = find_container(predictor, (), shown, names.container)
     else:

@@ -34,6 +34,7 @@ warnings.filterwarnings("ignore", category=ReusedAnchorWarning)
 _INDENTS: Final = ((2, 2, 0), (2, 4, 2), (2, 3, 1), (4, 4, 0), (4, 4, 2), (4, 6, 4), (4, 2, 0))
 _OWN_REMARK: Final = re.compile(r"# tuned \d{4}-\d\d-\d\d\b")
 _COMMENT: Final = re.compile(r"(?:^|(?<=\s))#[^\r\n]*", re.MULTILINE)
+_UNKNOWN_TAG: Final = re.compile(r"a constructor for the tag '([^']+)'( in line \d+)?")
 # Longer than any line of a command: the library would fold it otherwise. Ours.
 _WIDTH: Final = 1_000_000
 
@@ -195,8 +196,15 @@ def _loaded(path: Path, text: str) -> tuple[YAML, list[Any]]:
 
 
 def _no_yaml(path: Path, error: Exception) -> UsageError:
+    reason = _reason(error)
+    if tag := _UNKNOWN_TAG.search(reason):
+        return UsageError(
+            f"{path} has the tag {tag[1]}{tag[2] or ''}, which only its own tool can read",
+            "name what that tool makes of the file; a tag stays where --merge without --patch "
+            "changes a file",
+        )
     return UsageError(
-        f"{path} is not YAML: {_reason(error)}",
+        f"{path} is not YAML: {reason}",
         "a template is no YAML before it is filled in; name a file that is",
     )
 

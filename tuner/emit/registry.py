@@ -16,33 +16,63 @@ from tuner.emit.merge import Merged, edit_named, merge, read_documents
 from tuner.emit.names import Format, PatchKind
 from tuner.emit.patch import Patched, patch
 from tuner.emit.recommendation import API_KEY, API_KEY_ENV, Recommendation, with_evidence
-from tuner.emit.target import ApiKey, Names, Target, Write
+from tuner.emit.target import CONTAINER, NAME, ApiKey, Names, Target, Write
 from tuner.engine.limits import EngineLimits
 from tuner.engine.serve_config import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, human_integer
 from tuner.errors import UsageError
+
+_NAME: Final = frozenset({NAME})
+_CONTAINER: Final = frozenset({CONTAINER})
+_BOTH: Final = _NAME | _CONTAINER
 
 TARGETS: Final[Mapping[Format, Target]] = {
     Format.VLLM: Target("best.yaml", vllm.render_plain, vllm.edit, ApiKey.HELD),
     Format.VLLM_EXACT: Target("best.yaml", vllm.render_exact, vllm.edit_exact, ApiKey.HELD),
     Format.ARGS: Target("serve.sh", flags.write),
-    Format.DOCKER_COMPOSE: Target("compose.yaml", compose.write, compose.edit),
+    Format.DOCKER_COMPOSE: Target(
+        *("compose.yaml", compose.write, compose.edit),
+        written_names=_NAME,
+        edited_names=_NAME,
+    ),
     Format.KUBERNETES: Target(
-        "deployment.yaml", kubernetes.write, kubernetes.edit, is_object=True
+        *("deployment.yaml", kubernetes.write, kubernetes.edit),
+        is_object=True,
+        written_names=_BOTH,
+        edited_names=_BOTH,
     ),
     Format.PRODUCTION_STACK: Target(
-        "values.yaml", production_stack.write, production_stack.edit
+        *("values.yaml", production_stack.write, production_stack.edit),
+        written_names=_NAME,
+        edited_names=_NAME,
     ),
     Format.VLLM_RUNTIME: Target(
-        "vllmruntime.yaml", None, production_stack.edit_runtime, is_object=True
+        *("vllmruntime.yaml", None, production_stack.edit_runtime),
+        is_object=True,
+        edited_names=_NAME,
     ),
     Format.KSERVE: Target(
-        "inferenceservice.yaml", kserve.write, kserve.edit, ApiKey.IGNORED, is_object=True
+        *("inferenceservice.yaml", kserve.write, kserve.edit, ApiKey.IGNORED),
+        is_object=True,
+        written_names=_NAME,
+        edited_names=_BOTH,
     ),
     Format.KSERVE_LLM: Target(
-        "llminferenceservice.yaml", kserve.write_llm, kserve.edit_llm, is_object=True
+        *("llminferenceservice.yaml", kserve.write_llm, kserve.edit_llm),
+        is_object=True,
+        written_names=_NAME,
+        edited_names=_BOTH,
     ),
-    Format.LLM_D: Target("values.yaml", llm_d.write, llm_d.edit),
-    Format.AIBRIX: Target("model.yaml", aibrix.write, kubernetes.edit, is_object=True),
+    Format.LLM_D: Target(
+        *("values.yaml", llm_d.write, llm_d.edit),
+        written_names=_BOTH,
+        edited_names=_CONTAINER,
+    ),
+    Format.AIBRIX: Target(
+        *("model.yaml", aibrix.write, kubernetes.edit),
+        is_object=True,
+        written_names=_BOTH,
+        edited_names=_BOTH,
+    ),
 }
 
 
@@ -77,11 +107,6 @@ def checked_writer(chosen: Format, rec: Recommendation) -> Write:
     return target.write
 
 
-_WITHOUT_OBJECTS: Final = frozenset(
-    {Format.VLLM, Format.VLLM_EXACT, Format.ARGS, Format.DOCKER_COMPOSE}
-)
-"""Targets that name no objects of Kubernetes."""
-
 _LONGEST_NAME: Final = 63
 """What labels hold, among which names go. Source: Kubernetes, Object Names and IDs."""
 
@@ -101,18 +126,29 @@ def _check_name(option: str, name: str, *, dots: bool = False) -> None:
         )
 
 
+def _check_taken(chosen: Format, names: Names, taken: frozenset[str], done: str) -> None:
+    """Refuse a name that would say nothing. Raises: UsageError."""
+    for option, name in names.given().items():
+        if option not in taken:
+            raise UsageError(
+                f"{option} {name!r} has no place in what is {done} with --format {chosen}",
+                f"leave {option} out",
+            )
+
+
 def emit(chosen: Format, rec: Recommendation, names: Names | None = None) -> str:
     """Return the file of a target.
 
     Raises: UsageError if it cannot hold this, would start a server without the api-key, or is
-        given a name that its objects cannot have.
+        given a name that its objects cannot have, or that it does not hold.
     """
     write = checked_writer(chosen, rec)
     wanted = names or Names()
-    if chosen not in _WITHOUT_OBJECTS:
+    _check_taken(chosen, wanted, TARGETS[chosen].written_names, "written")
+    if chosen is not Format.DOCKER_COMPOSE:  # It names no objects of Kubernetes.
         # Of a Deployment's name dots may separate parts.
-        _check_name("--name", wanted.workload, dots=chosen is Format.KUBERNETES)
-        _check_name("--container", wanted.container)
+        _check_name(NAME, wanted.workload, dots=chosen is Format.KUBERNETES)
+        _check_name(CONTAINER, wanted.container)
     file = wanted.file or TARGETS[chosen].file_name
     return write(rec, Names(file, wanted.workload, wanted.container))
 
@@ -136,6 +172,7 @@ def emit_patch(
             "whole, and the one in use may hold what the run never saw, an api-key for one",
             "kubectl get KIND NAME -o yaml > running.yaml, then --patch --merge running.yaml",
         )
+    _check_taken(chosen, names, target.edited_names, "changed")
     return patch(path, partial(_edited, target, rec, names), rec, names.file, kind)
 
 
@@ -144,7 +181,7 @@ def merge_into(path: Path, chosen: Format, rec: Recommendation, names: Names) ->
 
     Evidence that an earlier tuning wrote above its values makes room for that of this one.
 
-    Raises: UsageError if it is not YAML, or has no place for the limits.
+    Raises: UsageError if it is not YAML, or has no place for the limits or for a name.
     """
     target = TARGETS[chosen]
     if target.edit is None:
@@ -152,6 +189,7 @@ def merge_into(path: Path, chosen: Format, rec: Recommendation, names: Names) ->
             f"--merge changes a YAML file, which --format {chosen} does not write",
             "name the format of the file after --format",
         )
+    _check_taken(chosen, names, target.edited_names, "changed")
     merged = merge(path, partial(_edited, target, rec, names))
     return replace(merged, after=with_evidence(merged.after, rec.comments))
 

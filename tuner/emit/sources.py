@@ -32,6 +32,7 @@ from tuner.engine.serve_config import (
 )
 from tuner.engine.serve_config import limits as limits_of
 from tuner.errors import Caveat, UsageError
+from tuner.run.directory import folder_of_run
 from tuner.run.result import NOTHING_FEASIBLE, RunResult, read_result
 
 _NAME_A_SOURCE: Final = "name a run directory, or a YAML file that tune wrote"
@@ -42,8 +43,9 @@ def read_source(path: Path) -> Recommendation:
 
     Raises: UsageError if there is nothing, or nothing that could be deployed.
     """
-    if path.is_dir():
-        return read_run(path)
+    folder = folder_of_run(path)
+    if folder.is_dir():
+        return read_run(folder)
     if not path.exists():
         raise UsageError(f"{path} does not exist", _NAME_A_SOURCE)
     return read_emitted(path)

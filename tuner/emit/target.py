@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
+from typing import Any, Final
 
 from tuner.emit.recommendation import Recommendation
+
+NAME: Final = "--name"
+CONTAINER: Final = "--container"
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +20,11 @@ class Names:
     file: str = ""
     workload: str = ""
     container: str = ""
+
+    def given(self) -> dict[str, str]:
+        """Return the names that the user gave, by the options that give them."""
+        named = {NAME: self.workload, CONTAINER: self.container}
+        return {option: name for option, name in named.items() if name}
 
 
 Write = Callable[[Recommendation, Names], str]
@@ -52,3 +60,7 @@ class Target:
     api_key: ApiKey = ApiKey.REQUIRED
     is_object: bool = False
     """Whether what is edited is an object of Kubernetes, which can be patched."""
+    written_names: frozenset[str] = frozenset()
+    """The options of names that go into a file that is written."""
+    edited_names: frozenset[str] = frozenset()
+    """The options of names that choose what of an existing file is edited."""

@@ -36,6 +36,8 @@ class Join:
         self.open = OpenPrompts()
         self.unknown = 0
         """Responses that were not recorded because they carry no usage of one answer."""
+        self.without_row = 0
+        """Prompts that ended with no report of how far they were: refused, failed or left."""
 
     def rows(self, message: Message) -> list[Row]:
         """Return the rows that a message completes."""
@@ -50,7 +52,9 @@ class Join:
             case Replied():
                 return self._replied(message)
             case Ended():
-                self.open.close(message.asked)
+                still_open = [one for one in message.asked if self.open.find(*one)]
+                self.without_row += len(still_open)
+                self.open.close(still_open)
                 return []
             case Stepped():
                 return []  # steps are no requests
@@ -90,6 +94,7 @@ class Join:
             return []
         ids = self.open.blocks(opened)
         self.open.close([(left.request_id, left.number)])
+        self.without_row += not left.unfinished
         return [
             self._aborted(left, one, ids if opened.fits(one.input_length) else None)
             for one in left.unfinished[: opened.answers_left]

@@ -225,6 +225,8 @@ class Recorder:
         names = ", ".join(map(str, self._segments.paths)) or "no file"
         count = self._faults.count
         left_out = f"; had to leave something out {count} times" if count else ""
+        if ended := self.join.without_row:
+            left_out += f"; {ended} more were refused, failed or left and have no row"
         inform("recorded %d requests to %s%s", self._written, names, left_out)
         if self.join.unknown:
             warn(

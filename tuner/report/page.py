@@ -35,6 +35,7 @@ from tuner.report.summary import answer, caveats, headline, provenance, trace_fa
 from tuner.report.sweep import sweep
 from tuner.report.tradeoff import tradeoff
 from tuner.report.trials import trials
+from tuner.run.directory import folder_of_run
 
 REPORT_FILE = "report.html"
 _SECTIONS = (
@@ -68,8 +69,9 @@ def write_report(run_dir: Path, target: Path | None = None) -> Path:
 
     Raises: UsageError.
     """
-    written = target or run_dir / REPORT_FILE
-    write_atomic(written, report_of(run_dir))
+    folder = folder_of_run(run_dir)
+    written = target or folder / REPORT_FILE
+    write_atomic(written, report_of(folder))
     return written
 
 

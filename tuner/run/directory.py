@@ -43,6 +43,15 @@ _BEFORE_ANY_TRIAL = {
 }
 
 
+def folder_of_run(named: Path) -> Path:
+    """Return the run directory that a path names, by itself or by the result in it.
+
+    >>> str(folder_of_run(Path("runs/no-such-run")))
+    'runs/no-such-run'
+    """
+    return named.parent if named.name == RESULT_FILE and named.is_file() else named
+
+
 class RunDir:
     """A directory that one run at a time owns.
 

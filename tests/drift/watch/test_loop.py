@@ -66,6 +66,18 @@ def test_a_verdict_that_stays_becomes_a_file_with_its_reasons(tmp_path: Path) ->
         assert before.sha256 == TRAFFIC.sha256
 
 
+def test_a_file_that_others_edit_is_told_though_traffic_is_the_same(tmp_path: Path) -> None:
+    (tmp_path / "best.yaml").write_text(SERVED)
+    with a_world(tmp_path) as world:
+        world.rounds(UNCHANGED)
+        assert "but the configuration" not in world.words
+        world.path.write_text(SERVED.replace("max-num-seqs: 4", "max-num-seqs: 8"))
+        world.rounds(UNCHANGED)
+        told = "nothing differs, but the configuration has 8/2048 and the baseline 4/2048"
+        assert f"unchanged: {told}; nothing to change" in world.words
+        assert world.watcher.store.state.last.why == told
+
+
 def test_a_configuration_that_has_no_goodput_at_all_is_left(tmp_path: Path) -> None:
     """How much more another has is no share of nothing."""
     (tmp_path / "best.yaml").write_text(SERVED)

@@ -173,6 +173,17 @@ def test_writing_a_trace_that_is_interrupted_leaves_nothing(
 # --- several files --------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("named", ["", "day.jsonl"])
+def test_an_empty_name_is_not_the_folder_that_one_is_in(
+    named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(tmp_path, CSV + "2024-05-10 00:00:10+00:00,5,6\n", "1.csv")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TraceError, match="a trace's name must not be empty"):
+        read_traces([named, ""])
+    assert len(read_traces(["."]).due_s) == 1
+
+
 def test_a_folder_stands_for_its_trace_files(tmp_path: Path) -> None:
     written(tmp_path, CSV + "2024-05-10 00:00:10+00:00,5,6\n", "2.csv")
     written(tmp_path, CSV + "2024-05-10 00:00:00.5+00:00,3,4\n", "1.csv")

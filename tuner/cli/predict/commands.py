@@ -89,7 +89,7 @@ from tuner.emit.names import GateFormat
     ),
     count_option("--most-replicas", default=64, help="How many are tried."),
 )
-@traffic_options
+@traffic_options()
 @click.pass_context
 def plan(ctx: click.Context, /, **params: Any) -> int:
     """Say which configuration is best at which load, and when a re-tune will pay.
@@ -120,7 +120,7 @@ def plan(ctx: click.Context, /, **params: Any) -> int:
     JSON,
 )
 @predicted_options
-@traffic_options
+@traffic_options()
 def explore(**params: Any) -> int:
     """Write a page of what every setting reaches at every load.
 
@@ -154,7 +154,7 @@ def explore(**params: Any) -> int:
     file_option("-o", "--output", help="Where it is written; default: standard output."),
     JSON,
 )
-@traffic_options
+@traffic_options()
 def gate(**params: Any) -> int:
     """Say what to let in under overload: how many, who waits, and for how long.
 
@@ -318,7 +318,7 @@ profile.add_command(derive)
     ),
 )
 @prometheus_options("1h")
-@traffic_options
+@traffic_options()
 def calibrate(**params: Any) -> int:
     """Correct a profile by what production does.
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from tuner.drift.check import Checked, DriftVerdict
+from tuner.drift.check import Checked, DriftVerdict, other_limits
 from tuner.drift.watch.handover import Clock, Notify, Rollout, StateStore
 from tuner.drift.watch.policy import (
     Act,
@@ -155,7 +155,9 @@ class Watcher:
         self, since_s: float, current: EngineLimits, tuned_for: TrafficSketch | None
     ) -> _CheckedTraffic:
         trace = self._sampled(since_s)
-        return _CheckedTraffic(trace, self.check(trace, current, tuned_for))
+        checked = self.check(trace, current, tuned_for)
+        differing = other_limits(current, self.store.state.current or self.tuned_for)
+        return _CheckedTraffic(trace, checked.but(differing))
 
     def _tuned_for(self) -> TrafficSketch | None:
         """Return the traffic that the current limits were tuned for, None for the profile's."""

@@ -10,8 +10,10 @@ import importlib
 import importlib.metadata
 import os
 import platform
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,6 +29,7 @@ _SERVE_PARSER_MODULES = (
     "vllm.entrypoints.openai.cli_args",
 )
 _ARGPARSE_MODULES = ("vllm.utils.argparse_utils", "vllm.utils")
+_FLAG: Final = re.compile(r"(?<!\S)--[\w-]+")
 
 OPENAI_DEFAULTS: Final[Mapping[str, float]] = {
     "temperature": 1.0,
@@ -202,10 +205,24 @@ def _parser() -> Any:
         def error(self, message: str) -> None:
             raise UsageError(
                 f"vLLM refuses the configuration: {message}",
-                "compare the key with `vllm serve --help=all`",
+                _nearest(message, list(self._option_string_actions)),
             )
 
     return make_parser(Parser(prog="vllm serve"))
+
+
+def _nearest(message: str, known: Sequence[str]) -> str:
+    """Return a hint that names the keys which an unknown one may be a slip of.
+
+    >>> _nearest("unrecognized arguments: --block-sise 32", ["--block-size", "--seed"])
+    'did you mean block-size? All keys: `vllm serve --help=all`'
+    """
+    unknown = _FLAG.findall(message.partition("unrecognized arguments:")[2])
+    near = [found for flag in unknown for found in get_close_matches(flag, known, n=1)]
+    if not near:
+        return "compare the key with `vllm serve --help=all`"
+    keys = ", ".join(flag.removeprefix("--") for flag in near)
+    return f"did you mean {keys}? All keys: `vllm serve --help=all`"
 
 
 def check_starts_alone(engine_args: Any, values: Mapping[str, object]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import gzip
 import hashlib
+import os
 import shutil
 import sys
 import tempfile
@@ -66,10 +67,16 @@ class Source:
 def expand(paths: Sequence[str | Path]) -> list[Path]:
     """Return the files that paths mean; of a folder every trace file in it, by name.
 
-    Raises: TraceError if a folder holds no trace file.
+    Raises: TraceError if a folder holds no trace file, or a name is empty.
     """
     files: list[Path] = []
-    for path in map(Path, paths):
+    for named in paths:
+        if not os.fspath(named):  # It would stand for the folder that the process is in.
+            raise TraceError(
+                "a trace's name must not be empty, got ''",
+                "name a file or a folder; . is the folder that you are in",
+            )
+        path = Path(named)
         if not path.is_dir():
             files.append(path)
             continue
