@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -212,3 +213,22 @@ def test_the_drivers_own_library_has_every_function_that_is_asked() -> None:
     asked = [name for name in dir(FakeNvml) if name.startswith(("nvml", "NVML"))]
     assert [name for name in asked if not hasattr(real, name)] == []
     assert Gpus.of({}) is None, "this machine has a GPU after all"
+
+
+PREPARED = """
+import os, sys
+from tuner.engine.live import LiveSource
+
+LiveSource().prepare()
+is_here = "vllm.v1.engine.llm_engine" in sys.modules
+has_context = sys.modules["torch"].cuda.is_initialized()
+print(is_here, has_context, os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"])
+"""
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_a_process_is_prepared_with_vllm_as_it_has_to_be_imported_and_no_context() -> None:
+    command = [sys.executable, "-c", PREPARED]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["True", "False", "0"]

@@ -171,7 +171,7 @@ class LiveSource:
 
     def prepare(self) -> None:
         """Import vLLM, which makes no CUDA context."""
-        compat_core.import_engine()
+        serve.import_engine()
 
     def facts(self, values: Mapping[str, object]) -> EngineFacts:
         """Let vLLM resolve the configuration.

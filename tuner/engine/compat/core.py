@@ -62,12 +62,6 @@ def bind_as_served(vllm_config: Any) -> None:
         torch.set_num_threads(len(cores[0]))
 
 
-def import_engine() -> None:
-    """Import the parts of vLLM that take long, as it allows: without a CUDA context."""
-    for name in ("vllm", "vllm.v1.engine", "vllm.v1.engine.llm_engine"):
-        importlib.import_module(name)
-
-
 class Core:
     """vLLM's engine core in this process, driven as the server's core process drives it.
 

@@ -162,6 +162,15 @@ def _import_vllm() -> None:
         ) from broken
 
 
+def import_engine() -> None:
+    """Import what parsing a configuration and starting an engine need, without a CUDA context.
+
+    Raises: UsageError that names what is missing.
+    """
+    _parser()
+    importlib.import_module("vllm.v1.engine.llm_engine")
+
+
 def parse_serve_values(values: Mapping[str, object]) -> Any:
     """Turn a `vllm serve` configuration into vLLM's EngineArgs through vLLM's own parser.
 
