@@ -323,16 +323,17 @@ class EngineProcess:
 
         Raises: UsageError, EngineError.
         """
-        if self._has_started:
-            self._end_child()
-        self._ensure()
-        self._has_started = True
-        if self._expected > 1 and self.first_answer_s > WORTH_S:
-            self._begin_next()
-        answer = self._started(values, ceiling)
-        self._expected = max(0, self._expected - 1)
-        self._await_next()
-        return answer
+        with self._requesting:
+            if self._has_started:
+                self._end_child()
+            self._ensure()
+            self._has_started = True
+            if self._expected > 1 and self.first_answer_s > WORTH_S:
+                self._begin_next()
+            answer = self._started(values, ceiling)
+            self._expected = max(0, self._expected - 1)
+            self._await_next()
+            return answer
 
     def _started(self, values: Mapping[str, object], ceiling: EngineLimits) -> EngineStart:
         """Start an engine in the child, and see who else is on its GPUs."""
