@@ -236,12 +236,24 @@ SERVICES = [
         f"{MODULE} {FLAGS[1]}",
         ["--max-num-seqs=48"],
     ),
+    (
+        ["sh", "-c", "exec vllm serve m"],
+        ["--max-num-seqs", "256"],
+        ["sh", "-c", f"exec vllm serve m {NEW}"],
+        ["--max-num-seqs", "256"],
+    ),
+    (
+        ["bash", "-eo", "pipefail", "-c", 'exec vllm serve m "$@"', "--"],
+        ["--max-num-seqs", "256"],
+        ["bash", "-eo", "pipefail", "-c", f'exec vllm serve m "$@" {FLAGS[1]}', "--"],
+        ["--max-num-seqs", "48"],
+    ),
 ]
 
 
 @pytest.mark.parametrize(("entrypoint", "command", "entered", "commanded"), SERVICES)
 def test_compose_keeps_an_entrypoint_that_does_not_start_vllm(
-    entrypoint: str, command: object, entered: str, commanded: object, tmp_path: Path
+    entrypoint: object, command: object, entered: object, commanded: object, tmp_path: Path
 ) -> None:
     path = tmp_path / "compose.yaml"
     services = {"vllm": {"entrypoint": entrypoint, "command": command}}
@@ -418,6 +430,16 @@ REFUSED = [
         Format.DOCKER_COMPOSE,
         "services:\n  vllm: {entrypoint: [tini, --, bash, -lc], command: [run.sh]}\n",
         "a script without one",
+    ),
+    (
+        Format.DOCKER_COMPOSE,
+        "services:\n  vllm: {entrypoint: [/bin/bash], command: [-c, run.sh]}\n",
+        "a script without one",
+    ),
+    (
+        Format.DOCKER_COMPOSE,
+        "services: {vllm: {command: [run.py, '--vllm=--seed 1 --max-num-seqs 9']}}\n",
+        "expected --max-num-seqs and its value as words of their own",
     ),
     (
         Format.KUBERNETES,
