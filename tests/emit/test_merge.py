@@ -24,6 +24,7 @@ from support.emit_files import (
     KSERVE,
     KSERVE_LLM,
     LLM_D,
+    RUNTIME,
     SHELL,
     STACK,
     VLLM,
@@ -184,6 +185,38 @@ def test_kserve_gets_flags_as_it_passes_them_on(tmp_path: Path) -> None:
         "-      - --max_num_seqs=256",
         "+      - --max-num-seqs=48",
     ]
+
+
+WORKER = "  worker: {containers: [{name: main, WORDS}]}\n"
+OWN = "command: [bash, -c, 'ray start']"
+
+
+@pytest.mark.parametrize(
+    ("part", "lines", "said"),
+    [
+        (WORKER.replace("WORDS", "env: []"), 2, []),
+        (WORKER.replace("WORDS", OWN), 1, ["spec.worker"]),
+        ("  worker: {}\n  prefill: {}\n", 1, ["spec.worker", "prefill"]),
+    ],
+)
+def test_workers_get_the_limits_of_their_leader_or_it_is_said(
+    part: str, lines: int, said: list[str], tmp_path: Path
+) -> None:
+    """Each worker of data parallelism schedules by flags of its own."""
+    path = tmp_path / "service.yaml"
+    path.write_text(KSERVE_LLM + part)
+    merged = merge_into(path, Format.KSERVE_LLM, PLAIN, Names())
+    assert merged.after.count("--max-num-seqs=48") == lines
+    assert [note.split(" is left as it is")[0] for note in merged.notes] == said
+
+
+def test_what_an_operator_turns_off_unasked_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "runtime.yaml"
+    path.write_text(RUNTIME)
+    (note,) = merge_into(path, Format.VLLM_RUNTIME, PLAIN, Names()).notes
+    assert note.startswith("enableChunkedPrefill is not set there, which turns it off")
+    without = replace(PLAIN, values={"model": "m", "no-enable-chunked-prefill": True})
+    assert not merge_into(path, Format.VLLM_RUNTIME, without, Names()).notes
 
 
 def test_a_shell_that_reads_kserve_s_line_once_more_changes_nothing_in_it() -> None:

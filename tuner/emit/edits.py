@@ -30,7 +30,8 @@ _SHELLS: Final = frozenset({"sh", "bash", "dash", "ash", "zsh"})
 _ENGINE_KINDS: Final = frozenset({"LLMInferenceService", "VLLMRuntime"})
 """Kinds of which every object runs vLLM, so that several are several to choose from."""
 
-_BY_START: Final = 4
+STARTS: Final = 4
+"""The evidence of words that start vLLM."""
 _BY_FLAG: Final = 3
 _BY_IMAGE: Final = 2
 _BY_NAME: Final = 1
@@ -119,7 +120,7 @@ def evidence(
         texts += map(str, value) if isinstance(value, list) else [str(value or "")]
     is_made_by_chart = holder.get("modelCommand") in ("vllmServe", "imageDefault")
     if is_made_by_chart or any(map(starts, [*texts, " ".join(texts)])):
-        return _BY_START
+        return STARTS
     limits = [re.compile(_whole_flag(key, 0)) for key in (MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS)]
     if any(limit.search(masked(text)) for text in texts for limit in limits):
         return _BY_FLAG
@@ -312,11 +313,21 @@ def _with_flags(line: str, tuned: Mapping[str, object]) -> str:
         words = f" {' '.join(flags({key: value}))}"
         for start in reversed(places):
             if not flag.search(code, start.begin, start.end):
-                line = line[: start.flags_at] + words + line[start.flags_at :]
+                at = (
+                    start.end
+                    if _has_short(code[start.begin : start.end], key)
+                    else start.flags_at
+                )
+                line = line[:at] + words + line[at:]
         if not places and not flag.search(code):
             end = len(line.rstrip())
             line = line[:end] + words + line[end:]
     return line
+
+
+def _has_short(command: str, key: str) -> bool:
+    """Whether a command has a flag shortened, as in `--max-num-seq`, which vLLM takes."""
+    return any(key.startswith(hyphenated(name)) for name in re.findall(r"--([\w-]+)", command))
 
 
 def _code_for_good(line: str) -> str:
