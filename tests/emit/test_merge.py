@@ -388,6 +388,18 @@ def test_lines_beside_those_that_change_keep_their_blanks_and_tags(
     ]
 
 
+def test_lists_that_are_indented_in_two_ways_stay_as_they_are(tmp_path: Path) -> None:
+    containers = "decode:\n  containers:\n  - name: vllm\n    modelCommand: vllmServe\n"
+    env = "    env:\n      - name: A\n        value: b\n"
+    path = tmp_path / "mine.yaml"
+    path.write_text(containers + env)
+    merged = merge_into(path, Format.LLM_D, PLAIN, Names())
+    assert changed(merged.before, merged.after) == [
+        "+    args:",
+        *(f"+      - {flag}" for flag in FLAGS),
+    ]
+
+
 MIXED = """# mine\r
 model: m
 max-num-seqs: 4\r
