@@ -176,10 +176,23 @@ def test_a_false_that_vllm_does_not_read_stays_and_is_told(false: str, tmp_path:
     assert not merge_into(path, Format.VLLM, knob, Names()).notes
 
 
-def test_kserve_gets_flags_as_it_passes_them_on(tmp_path: Path) -> None:
+SIDECAR = "    containers: [{name: agent, image: x}]\n"
+OF_ITS_OWN = """kind: InferenceService
+spec:
+  predictor:
+    containers:
+    - image: kserve/huggingfaceserver
+      name: kserve-container
+      args:
+      - --max-num-seqs=256
+"""
+
+
+@pytest.mark.parametrize("text", [KSERVE, KSERVE + SIDECAR, OF_ITS_OWN])
+def test_kserve_gets_flags_as_it_passes_them_on(text: str, tmp_path: Path) -> None:
     """Of a flag with underscores it takes no notice."""
     path = tmp_path / "service.yaml"
-    path.write_text(KSERVE.replace("--max-num-seqs", "--max_num_seqs"))
+    path.write_text(text.replace("--max-num-seqs", "--max_num_seqs"))
     merged = merge_into(path, Format.KSERVE, PLAIN, Names())
     assert changed(merged.before, merged.after)[:2] == [
         "-      - --max_num_seqs=256",

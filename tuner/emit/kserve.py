@@ -111,7 +111,7 @@ def edit(documents: list[Any], rec: Recommendation, names: Names) -> list[str]:
     """Set both limits in the arguments of an InferenceService's model."""
     document = find_object(documents, ("InferenceService",), names.workload)
     predictor = descend(document, ("spec", "predictor"), _ARGS_PATH)
-    if isinstance(predictor, dict) and "containers" in predictor:
+    if isinstance(predictor, dict) and "model" not in predictor and "containers" in predictor:
         shown = "spec.predictor.containers[]"
         holder = find_container(predictor, (), shown, names.container)
     else:
@@ -119,7 +119,7 @@ def edit(documents: list[Any], rec: Recommendation, names: Names) -> list[str]:
         if not isinstance(holder, dict):
             raise no_place(_ARGS_PATH, "no mapping")
         holder.setdefault("args", [])
-        _respell(holder["args"])
+    _respell(holder.get("args"))
     edit_container(holder, rec.tuned, shown)
     annotate(document, rec.annotations())
     return []
