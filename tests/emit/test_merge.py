@@ -24,6 +24,7 @@ from support.emit_files import (
     KSERVE,
     KSERVE_LLM,
     LLM_D,
+    RUNTIME,
     SHELL,
     STACK,
     VLLM,
@@ -187,15 +188,60 @@ def test_a_false_that_vllm_does_not_read_stays_and_is_told(false: str, tmp_path:
     assert not merge_into(path, Format.VLLM, knob, Names()).notes
 
 
-def test_kserve_gets_flags_as_it_passes_them_on(tmp_path: Path) -> None:
+SIDECAR = "    containers: [{name: agent, image: x}]\n"
+OF_ITS_OWN = """kind: InferenceService
+spec:
+  predictor:
+    containers:
+    - image: kserve/huggingfaceserver
+      name: kserve-container
+      args:
+      - --max-num-seqs=256
+"""
+
+
+@pytest.mark.parametrize("text", [KSERVE, KSERVE + SIDECAR, OF_ITS_OWN])
+def test_kserve_gets_flags_as_it_passes_them_on(text: str, tmp_path: Path) -> None:
     """Of a flag with underscores it takes no notice."""
     path = tmp_path / "service.yaml"
-    path.write_text(KSERVE.replace("--max-num-seqs", "--max_num_seqs"))
+    path.write_text(text.replace("--max-num-seqs", "--max_num_seqs"))
     merged = merge_into(path, Format.KSERVE, PLAIN, Names())
     assert changed(merged.before, merged.after)[:2] == [
         "-      - --max_num_seqs=256",
         "+      - --max-num-seqs=48",
     ]
+
+
+WORKER = "  worker: {containers: [{name: main, WORDS}]}\n"
+OWN = "command: [bash, -c, 'ray start']"
+
+
+@pytest.mark.parametrize(
+    ("part", "lines", "said"),
+    [
+        (WORKER.replace("WORDS", "env: []"), 2, []),
+        (WORKER.replace("WORDS", OWN), 1, ["spec.worker"]),
+        ("  worker: {}\n  prefill: {}\n", 1, ["spec.worker", "prefill"]),
+    ],
+)
+def test_workers_get_the_limits_of_their_leader_or_it_is_said(
+    part: str, lines: int, said: list[str], tmp_path: Path
+) -> None:
+    """Each worker of data parallelism schedules by flags of its own."""
+    path = tmp_path / "service.yaml"
+    path.write_text(KSERVE_LLM + part)
+    merged = merge_into(path, Format.KSERVE_LLM, PLAIN, Names())
+    assert merged.after.count("--max-num-seqs=48") == lines
+    assert [note.split(" is left as it is")[0] for note in merged.notes] == said
+
+
+def test_what_an_operator_turns_off_unasked_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "runtime.yaml"
+    path.write_text(RUNTIME)
+    (note,) = merge_into(path, Format.VLLM_RUNTIME, PLAIN, Names()).notes
+    assert note.startswith("enableChunkedPrefill is not set there, which turns it off")
+    without = replace(PLAIN, values={"model": "m", "no-enable-chunked-prefill": True})
+    assert not merge_into(path, Format.VLLM_RUNTIME, without, Names()).notes
 
 
 def test_a_shell_that_reads_kserve_s_line_once_more_changes_nothing_in_it() -> None:
@@ -248,12 +294,24 @@ SERVICES = [
         f"{MODULE} {FLAGS[1]}",
         ["--max-num-seqs=48"],
     ),
+    (
+        ["sh", "-c", "exec vllm serve m"],
+        ["--max-num-seqs", "256"],
+        ["sh", "-c", f"exec vllm serve m {NEW}"],
+        ["--max-num-seqs", "256"],
+    ),
+    (
+        ["bash", "-eo", "pipefail", "-c", 'exec vllm serve m "$@"', "--"],
+        ["--max-num-seqs", "256"],
+        ["bash", "-eo", "pipefail", "-c", f'exec vllm serve m "$@" {FLAGS[1]}', "--"],
+        ["--max-num-seqs", "48"],
+    ),
 ]
 
 
 @pytest.mark.parametrize(("entrypoint", "command", "entered", "commanded"), SERVICES)
 def test_compose_keeps_an_entrypoint_that_does_not_start_vllm(
-    entrypoint: str, command: object, entered: str, commanded: object, tmp_path: Path
+    entrypoint: object, command: object, entered: object, commanded: object, tmp_path: Path
 ) -> None:
     path = tmp_path / "compose.yaml"
     services = {"vllm": {"entrypoint": entrypoint, "command": command}}
@@ -355,6 +413,18 @@ def test_lines_beside_those_that_change_keep_their_blanks_and_tags(
     ]
 
 
+def test_lists_that_are_indented_in_two_ways_stay_as_they_are(tmp_path: Path) -> None:
+    containers = "decode:\n  containers:\n  - name: vllm\n    modelCommand: vllmServe\n"
+    env = "    env:\n      - name: A\n        value: b\n"
+    path = tmp_path / "mine.yaml"
+    path.write_text(containers + env)
+    merged = merge_into(path, Format.LLM_D, PLAIN, Names())
+    assert changed(merged.before, merged.after) == [
+        "+    args:",
+        *(f"+      - {flag}" for flag in FLAGS),
+    ]
+
+
 MIXED = """# mine\r
 model: m
 max-num-seqs: 4\r
@@ -430,6 +500,16 @@ REFUSED = [
         Format.DOCKER_COMPOSE,
         "services:\n  vllm: {entrypoint: [tini, --, bash, -lc], command: [run.sh]}\n",
         "a script without one",
+    ),
+    (
+        Format.DOCKER_COMPOSE,
+        "services:\n  vllm: {entrypoint: [/bin/bash], command: [-c, run.sh]}\n",
+        "a script without one",
+    ),
+    (
+        Format.DOCKER_COMPOSE,
+        "services: {vllm: {command: [run.py, '--vllm=--seed 1 --max-num-seqs 9']}}\n",
+        "expected --max-num-seqs and its value as words of their own",
     ),
     (
         Format.KUBERNETES,

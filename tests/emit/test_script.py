@@ -83,6 +83,14 @@ def test_a_flag_that_a_variable_brings_is_not_the_last_one(start: str, tmp_path:
     assert caps == ["--max-num-seqs=256", "--max-num-seqs=48"]
 
 
+def test_a_flag_that_is_shortened_is_not_the_last_one() -> None:
+    """The parser of vLLM takes `--max-num-seq`, too, and of both the last."""
+    assert edit_line("vllm serve m --max_num_seq 256 --seed 1 | tee log", TUNED) == (
+        "vllm serve m --max-num-batched-tokens=4096 --max_num_seq 256 --seed 1 "
+        "--max-num-seqs=48 | tee log"
+    )
+
+
 @pytest.mark.parametrize(
     "value",
     ["$(nproc --all)", '"$(nproc)"', "`nproc`", "4$(nproc)", '2"5"6', "${X:-4 --seed 1}"],

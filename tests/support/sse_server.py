@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -20,7 +21,8 @@ class SseServer:
     with `cuts_on` break off after one token, `hangs_on` never end, and `floods_on` get a line
     of a MiB; of all requests each `busy_every`-th is answered with HTTP 503, which
     `names_requests` or not. Beyond max_model_len it does as vLLM 0.32: HTTP 400 for a prompt
-    that does not fit, and a shorter answer for one that does.
+    that does not fit, and a shorter answer for one that does. It offers `models`, and without
+    `tells_usage` it counts tokens where an answer ends and not before, as some proxies do.
     """
 
     first_s: float = 0.05
@@ -32,6 +34,8 @@ class SseServer:
     busy_every: int = 0
     names_requests: bool = False
     max_model_len: int | None = None
+    tells_usage: bool = True
+    models: Sequence[Mapping[str, str]] = ({"id": "toy"},)
     asked: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
     _loop: asyncio.AbstractEventLoop | None = None
@@ -79,7 +83,8 @@ class SseServer:
         self.url = f"http://127.0.0.1:{port}"
 
     async def _models(self, _: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "toy", "max_model_len": self.max_model_len}]})
+        cards = [{**model, "max_model_len": self.max_model_len} for model in self.models]
+        return web.json_response({"data": cards})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -97,6 +102,7 @@ class SseServer:
         await asyncio.sleep(self.first_s)
         if body["prompt"][0] == self.floods_on:
             await answer.write(b"data: " + b"x" * (1 << 20) + b"\n\n")
+        usage = {"completion_tokens": 0}
         for n in range(min(body["max_tokens"], room)):
             if n and body["prompt"][0] == self.hangs_on:
                 await asyncio.sleep(60)
@@ -105,9 +111,12 @@ class SseServer:
             choice: dict[str, Any] = {"text": "x"}
             if body.get("return_token_ids"):
                 choice["token_ids"] = self.answer(n + 1)[-1:]
-            event = {"choices": [choice], "usage": {"completion_tokens": n + 1}}
+            usage = {"completion_tokens": n + 1}
+            event = {"choices": [choice], "usage": usage if self.tells_usage else None}
             await answer.write(b"data: " + json.dumps(event).encode() + b"\n\n")
             if body["prompt"][0] == self.cuts_on:
                 break
+        last = {"choices": [], "usage": usage}
+        await answer.write(b"data: " + json.dumps(last).encode() + b"\n\n")
         await answer.write(b"data: [DONE]\n\n")
         return answer

@@ -135,7 +135,7 @@ def _verify(options: VerifyOptions, folder: Path) -> None:
     engine = options.engine.choose()
     if options.url:
         # Asked before the prediction, which takes minutes.
-        find_endpoint(options.url.rstrip("/"), _login(engine.values))
+        find_endpoint(options.url.rstrip("/"), _login(engine.values), _names(engine.values))
     else:
         _check_port(engine.values)
     traffic = options.traffic.read()
@@ -234,7 +234,7 @@ def _served(
             say(f"the server answers after {start_s:.0f} s")
             url = server.url
         url = url.rstrip("/")
-        endpoint = find_endpoint(url, headers)
+        endpoint = find_endpoint(url, headers, _names(values))
         if endpoint.max_model_len is None:
             endpoint = replace(endpoint, max_model_len=tried.facts.max_model_len)
         scraper = stack.enter_context(Scraper(url))
@@ -250,6 +250,17 @@ def _served(
             ),
         )
     return verification(run, scraper, predicted, options.slos, start_s, options.max_send_lag_s)
+
+
+def _names(values: Mapping[str, object]) -> list[str]:
+    """Return what clients may ask for the model of a configuration by.
+
+    >>> _names({"model": "org/m", "served-model-name": ["chat"]})
+    ['chat', 'org/m']
+    """
+    served = values.get("served-model-name") or []
+    named = served if isinstance(served, list) else [served]
+    return [str(name) for name in (*named, values.get("model")) if name]
 
 
 def _login(values: Mapping[str, object]) -> dict[str, str]:

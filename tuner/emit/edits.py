@@ -30,7 +30,8 @@ _SHELLS: Final = frozenset({"sh", "bash", "dash", "ash", "zsh"})
 _ENGINE_KINDS: Final = frozenset({"LLMInferenceService", "VLLMRuntime"})
 """Kinds of which every object runs vLLM, so that several are several to choose from."""
 
-_BY_START: Final = 4
+STARTS: Final = 4
+"""The evidence of words that start vLLM."""
 _BY_FLAG: Final = 3
 _BY_IMAGE: Final = 2
 _BY_NAME: Final = 1
@@ -119,7 +120,7 @@ def evidence(
         texts += map(str, value) if isinstance(value, list) else [str(value or "")]
     is_made_by_chart = holder.get("modelCommand") in ("vllmServe", "imageDefault")
     if is_made_by_chart or any(map(starts, [*texts, " ".join(texts)])):
-        return _BY_START
+        return STARTS
     limits = [re.compile(_whole_flag(key, 0)) for key in (MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS)]
     if any(limit.search(masked(text)) for text in texts for limit in limits):
         return _BY_FLAG
@@ -163,7 +164,7 @@ def edit_container(
     values = [holder[key] for key in keys if isinstance(holder.get(key), str | list)]
     lists = [value for value in values if isinstance(value, list)]
     lines = list(_lines(holder, keys))
-    if not lines and any(map(_is_shell, values)):
+    if not lines and _is_shell(_words(holder, keys)):
         raise no_place(f"a line with `vllm serve` under {shown}", "a script without one")
     if not lines and isinstance(holder.get(keys[0]), str):
         lines = [(holder, keys[0])]
@@ -173,6 +174,7 @@ def edit_container(
     if not lists:
         got = "a text that does not start vLLM" if values else "neither"
         raise no_place(f"{shown}.{keys[0]} or .{keys[1]}", got)
+    _check_words(lists, shown)
     for key, value in tuned.items():
         put_flag(lists, key, value)
     for key in LIVE_LIMIT_KEYS:
@@ -198,10 +200,15 @@ def _edit_lines(
     keys: Sequence[str],
     tuned: Mapping[str, object],
 ) -> None:
-    """Set what was tuned in lines of text, and its flags that stand in words beside them."""
-    beside = [(holder, key) for key in keys if isinstance(holder.get(key), str)]
-    beside = [(parent, key) for parent, key in beside if (parent, key) not in lines]
-    lists = [holder[key] for key in keys if isinstance(holder.get(key), list)]
+    """Set what was tuned in lines of text, and its flags that stand in words beside them.
+
+    Behind a shell's script they are its parameters, which vLLM gets where its command has them.
+    """
+    texts = [parent[place] for parent, place in lines]
+    reach = not _is_shell(_words(holder, keys)) or any(map(_takes_parameters, texts))
+    others = [key for key in keys if reach and (holder, key) not in lines]
+    beside = [(holder, key) for key in others if isinstance(holder.get(key), str)]
+    lists = [holder[key] for key in others if isinstance(holder.get(key), list)]
     missing = dict(tuned)
     for key, value in tuned.items():
         if not _is_one_word(value):
@@ -220,15 +227,55 @@ def _edit_lines(
         parent[place] = like(parent[place], text)
 
 
-def _is_shell(words: str | Sequence[Any]) -> bool:
-    """Whether words, or those of a text, begin a shell that reads a script from the next one.
+def _takes_parameters(script: str) -> bool:
+    """Whether a script starts vLLM with words that stand behind the script.
 
-    >>> [_is_shell(words) for words in ("/bin/bash -eEuc", ["tini", "--", "sh", "-lc"], "a -c")]
-    [True, True, False]
+    >>> [_takes_parameters(text) for text in ('vllm serve "$@"', 'echo "$@"; vllm serve m')]
+    [True, False]
     """
-    texts = words.split() if isinstance(words, str) else [str(word) for word in words]
-    shells = [place for place, text in enumerate(texts) if text.rpartition("/")[2] in _SHELLS]
-    return bool(shells) and any(map(SCRIPT_FOLLOWS.fullmatch, texts[shells[0] + 1 :]))
+    parts = [script[start.begin : start.end] for start in starts(script)]
+    return any(re.search(r"\$\{?[@*1-9]", part) for part in parts)
+
+
+def _words(holder: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
+    """Return the words of a container's command with those of its arguments behind them."""
+    values = [holder.get(key) for key in reversed(keys)]
+    return [
+        str(word)
+        for value in values
+        for word in (value.split() if isinstance(value, str) else value or ())
+    ]
+
+
+def _is_shell(words: Sequence[str]) -> bool:
+    """Whether words begin a shell that reads a script from one of them.
+
+    >>> [_is_shell(text.split()) for text in ("tini -- bash -eo pipefail -c", "sh run.sh -c")]
+    [True, False]
+    """
+    places = [place for place, text in enumerate(words) if text.rpartition("/")[2] in _SHELLS]
+    is_name = False
+    for word in words[places[0] + 1 :] if places else ():
+        if SCRIPT_FOLLOWS.fullmatch(word):
+            return True
+        if not is_name and word[:1] not in {"-", "+"}:
+            return False
+        # The name of an option follows, as in `-eo pipefail`.
+        is_name = not is_name and word.endswith("o")
+    return False
+
+
+def _check_words(lists: Sequence[Sequence[object]], shown: str) -> None:
+    """Refuse a limit within a longer word, which another program reads. Raises: UsageError."""
+    for key in (MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS):
+        name = _name_pattern(key)
+        within = re.compile(rf"(?<=[\s='\"]){name}(?![-\w])|{name}\s+\S")
+        if any(within.search(str(word)) for words in lists for word in words):
+            raise no_place(
+                f"--{key} and its value as words of their own under {shown}",
+                "both within a longer one",
+                "set both limits there by hand",
+            )
 
 
 def edit_line(line: str, tuned: Mapping[str, object]) -> str:
@@ -266,11 +313,21 @@ def _with_flags(line: str, tuned: Mapping[str, object]) -> str:
         words = f" {' '.join(flags({key: value}))}"
         for start in reversed(places):
             if not flag.search(code, start.begin, start.end):
-                line = line[: start.flags_at] + words + line[start.flags_at :]
+                at = (
+                    start.end
+                    if _has_short(code[start.begin : start.end], key)
+                    else start.flags_at
+                )
+                line = line[:at] + words + line[at:]
         if not places and not flag.search(code):
             end = len(line.rstrip())
             line = line[:end] + words + line[end:]
     return line
+
+
+def _has_short(command: str, key: str) -> bool:
+    """Whether a command has a flag shortened, as in `--max-num-seq`, which vLLM takes."""
+    return any(key.startswith(hyphenated(name)) for name in re.findall(r"--([\w-]+)", command))
 
 
 def _code_for_good(line: str) -> str:

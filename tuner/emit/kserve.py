@@ -17,17 +17,19 @@ from typing import Any, Final
 
 from tuner.emit import container
 from tuner.emit.edits import (
+    STARTS,
     annotate,
     descend,
     edit_container,
     edit_line,
+    evidence,
     find_container,
     find_object,
     like,
     no_place,
 )
 from tuner.emit.flags import flags, without_expansion
-from tuner.emit.llm_d import uri
+from tuner.emit.llm_d import PREFILL_STAYS, uri
 from tuner.emit.recommendation import API_KEY, Recommendation
 from tuner.emit.target import Names
 from tuner.emit.yaml_text import yaml_text
@@ -109,7 +111,10 @@ def edit(documents: list[Any], rec: Recommendation, names: Names) -> list[str]:
     """Set both limits in the arguments of an InferenceService's model."""
     document = find_object(documents, ("InferenceService",), names.workload)
     predictor = descend(document, ("spec", "predictor"), _ARGS_PATH)
-    if isinstance(predictor, dict) and (names.container or "containers" in predictor):
+    keys = predictor.keys() if isinstance(predictor, dict) else ()
+    # Containers beside a model are sidecars, unless one of them is named.
+    is_own = names.container or ("containers" in keys and "model" not in keys)
+    if isinstance(predictor, dict) and is_own:
         shown = "spec.predictor.containers[]"
         holder = find_container(predictor, (), shown, names.container)
     else:
@@ -117,7 +122,7 @@ def edit(documents: list[Any], rec: Recommendation, names: Names) -> list[str]:
         if not isinstance(holder, dict):
             raise no_place(_ARGS_PATH, "no mapping")
         holder.setdefault("args", [])
-        _respell(holder["args"])
+    _respell(holder.get("args"))
     edit_container(holder, rec.tuned, shown)
     annotate(document, rec.annotations())
     return []
@@ -200,24 +205,45 @@ def _dotted(key: str, value: object) -> Iterator[str]:
 
 
 def edit_llm(documents: list[Any], rec: Recommendation, names: Names) -> list[str]:
-    """Set both limits in the variable that the template appends, or in arguments of its own."""
+    """Set both limits in the variable that the template appends, or in arguments of its own.
+
+    Workers of data parallelism run engines of their own, by a template that appends the same.
+    """
     document = find_object(documents, ("LLMInferenceService",), names.workload)
-    where = ("spec", "template")
-    holder = find_container(document, where, _LLM_PATH, names.container or _LLM_CONTAINER)
-    if "args" in holder or "command" in holder:
-        edit_container(holder, rec.tuned, _LLM_PATH)
-    else:
-        variables = holder.get("env")
-        if variables is None:
-            variables = holder["env"] = []
-        if not isinstance(variables, list):
-            raise no_place(f"a list of variables in {_LLM_PATH}.env", "no list")
-        own = [v for v in variables if isinstance(v, dict) and v.get("name") == _ENV]
-        if own and not isinstance(own[0].get("value"), str):
-            raise no_place(f"a value of {_ENV} in {_LLM_PATH}.env", "a reference")
-        if own:
-            own[0]["value"] = like(own[0]["value"], edit_line(own[0]["value"], rec.tuned))
+    name = names.container or _LLM_CONTAINER
+    holder = find_container(document, ("spec", "template"), _LLM_PATH, name)
+    _edit_main(holder, rec, _LLM_PATH)
+    spec, notes = document["spec"], []
+    if (worker := spec.get("worker")) is not None:
+        listed = worker.get("containers") if isinstance(worker, dict) else None
+        mains = [c for c in listed or () if isinstance(c, dict) and c.get("name") == name]
+        if mains and ("command" not in mains[0] or evidence(mains[0], "") == STARTS):
+            _edit_main(mains[0], rec, "spec.worker.containers[]")
         else:
-            variables.append({"name": _ENV, "value": edit_line("", rec.tuned).strip()})
+            notes.append(
+                "spec.worker is left as it is: engines that it starts take their limits from "
+                f"{_ENV} in a container {name} of its own"
+            )
+    if spec.get("prefill") is not None:
+        notes.append(PREFILL_STAYS)
     annotate(document, rec.annotations())
-    return []
+    return notes
+
+
+def _edit_main(holder: dict[str, Any], rec: Recommendation, shown: str) -> None:
+    """Set both limits in a container of an LLMInferenceService. Raises: UsageError."""
+    if "args" in holder or "command" in holder:
+        edit_container(holder, rec.tuned, shown)
+        return
+    variables = holder.get("env")
+    if variables is None:
+        variables = holder["env"] = []
+    if not isinstance(variables, list):
+        raise no_place(f"a list of variables in {shown}.env", "no list")
+    own = [v for v in variables if isinstance(v, dict) and v.get("name") == _ENV]
+    if own and not isinstance(own[0].get("value"), str):
+        raise no_place(f"a value of {_ENV} in {shown}.env", "a reference")
+    if own:
+        own[0]["value"] = like(own[0]["value"], edit_line(own[0]["value"], rec.tuned))
+    else:
+        variables.append({"name": _ENV, "value": edit_line("", rec.tuned).strip()})

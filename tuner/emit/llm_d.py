@@ -16,6 +16,9 @@ from tuner.emit.recommendation import Recommendation
 from tuner.emit.target import Names
 from tuner.emit.yaml_text import yaml_text
 
+PREFILL_STAYS: Final = (
+    "prefill is left as it is: what was measured prefills and decodes in one engine"
+)
 _PATH = "decode.containers[]"
 _PARALLELISM: Final = {"tensor": "tensor-parallel-size", "data": "data-parallel-size"}
 
@@ -74,7 +77,5 @@ def edit(documents: list[Any], rec: Recommendation, names: Names) -> list[str]:
     merge_map(root["decode"], "annotations", rec.annotations())
     prefill = root.get("prefill")
     if isinstance(prefill, dict) and prefill.get("create", True) and prefill.get("containers"):
-        return [
-            "prefill is left as it is: what was measured prefills and decodes in one engine"
-        ]
+        return [PREFILL_STAYS]
     return []

@@ -339,11 +339,17 @@ def _moved(line: str, above: list[str], theirs: list[str], place: dict[int, int]
     """Return a new line with the indentation that the user gives its neighbours."""
     depth = _depth(line)
     known = [i for i in range(len(above)) if i in place and above[i].strip()]
-    alike = [i for i in known if _depth(above[i]) == depth] or known
+    alike = [i for i in known if _depth(above[i]) == depth]
+    # Items may stand as deep as the key below them, and the user's deeper than that.
+    alike = [i for i in alike if _is_item(above[i]) == _is_item(line)] or alike or known
     if not alike or not line.strip():
         return line
     shift = _depth(theirs[place[alike[-1]]]) - _depth(above[alike[-1]])
     return " " * max(depth + shift, 0) + line.lstrip(" ")
+
+
+def _is_item(line: str) -> bool:
+    return line.lstrip(" ").startswith("- ")
 
 
 def _depth(line: str) -> int:

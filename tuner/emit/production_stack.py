@@ -2,17 +2,19 @@
 
 The chart accepts keys that it does not know and does nothing with them; max_num_batched_tokens
 has no key and goes through `extraArgs`. Chart and operator both turn prefix caching off where
-nobody says otherwise, so it is always said.
+nobody says otherwise, so it is always said; the operator chunked prefill, too, without which
+vLLM starts at no token budget below the model's length.
 
 A VLLMRuntime is only changed where it stands: its image and resources are not ours to know, and
 its variables hold plain values, so that a whole one could not ask for an api-key.
 
 Source: vllm-project/production-stack, helm/templates/deployment-vllm-multi.yaml and
-    helm/values.schema.json; operator/config/crd/bases.
+    helm/values.schema.json; operator/config/crd/bases, operator/internal/controller.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 from tuner.emit import container
@@ -146,7 +148,7 @@ def edit_runtime(documents: list[Any], rec: Recommendation, names: Names) -> lis
     model["maxNumSeqs"] = rec.limits.max_num_seqs
     _edit_extra(config, rec)
     annotate(document, rec.annotations())
-    return _switched_off(config, rec)
+    return _switched_off(config, rec, tuple(_SWITCHES))
 
 
 def _edit_extra(config: dict[str, Any], rec: Recommendation) -> None:
@@ -169,9 +171,12 @@ def _edit_extra(config: dict[str, Any], rec: Recommendation) -> None:
         drop_flag(words, key)
 
 
-def _switched_off(config: dict[str, Any], rec: Recommendation) -> list[str]:
-    """Return a note if prefix caching is off there by omission, and was on when measured."""
-    key = "enablePrefixCaching"
-    if key in config or not rec.is_on(_SWITCHES[key]):
-        return []
-    return [f"{key} is not set there, which turns it off; it was on when this was measured"]
+def _switched_off(
+    config: dict[str, Any], rec: Recommendation, keys: Sequence[str] = ("enablePrefixCaching",)
+) -> list[str]:
+    """Return a note on each switch that is off there by omission, and was on when measured."""
+    return [
+        f"{key} is not set there, which turns it off; it was on when this was measured"
+        for key in keys
+        if key not in config and rec.is_on(_SWITCHES[key])
+    ]

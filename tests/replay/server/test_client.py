@@ -280,6 +280,28 @@ def test_what_is_no_vllm_server_is_said_to_be_none() -> None:
         find_endpoint("http://127.0.0.1:9", {})
 
 
+def test_tokens_that_nobody_counts_as_they_come_are_no_latencies() -> None:
+    trace = a_trace([0, 0.01], output=5)
+    with SseServer(tells_usage=False) as server:
+        run = replayed(server, trace)
+    assert run.timelines.outcome.tolist() == [Outcome.ABORTED] * 2
+    ((said, count),) = run.errors.items()
+    assert said.startswith("tokens without the usage that stream_options.continuous_usage")
+    assert count == 2
+
+
+def test_of_several_models_the_configured_one_is_asked_and_none_by_chance() -> None:
+    adapter = {"id": "sql", "root": "/lora", "parent": "base"}
+    alias = {"id": "chat", "root": "org/base"}
+    with SseServer(models=[{"id": "base", "root": "org/base"}, alias, adapter]) as server:
+        assert find_endpoint(server.url, {}).model == "base"
+        assert find_endpoint(server.url, {}, ["sql", "org/base"]).model == "sql"
+    with SseServer(models=[{"id": "embed"}, {"id": "chat"}]) as server:
+        assert find_endpoint(server.url, {}, ["x", "chat"]).model == "chat"
+        with pytest.raises(EngineError, match="offers several models: embed, chat"):
+            find_endpoint(server.url, {}, ["x"])
+
+
 @pytest.mark.parametrize("name", ["kv_cache_usage_perc", "gpu_cache_usage_perc"])
 def test_gauges_of_several_engines_are_put_together(name: str) -> None:
     page = (

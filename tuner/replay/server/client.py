@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +50,22 @@ class _Event(msgspec.Struct, frozen=True):
 
 
 _EVENTS = msgspec.json.Decoder(_Event)
+
+
+def _event_in(data: bytes) -> tuple[_Event, str]:
+    """Return an event, and what is wrong with it; without usage its tokens have no time."""
+    try:
+        event = _EVENTS.decode(data)
+    except msgspec.MsgspecError as error:
+        return _Event(), f"an event that is none of vLLM's: {error}"
+    if event.error is not None:
+        return event, f"in the stream: {str(event.error)[:200]}"
+    if event.choices and event.usage is None:
+        return event, (
+            "tokens without the usage that stream_options.continuous_usage_stats asks for: let "
+            "what is in between pass it on, or name vLLM's own address with --url"
+        )
+    return event, ""
 
 
 @dataclass(slots=True)
@@ -268,13 +284,9 @@ class _Client:
             if not self._measures and at_s >= self._trace.lead_in_s:
                 self._measures = True
                 self._record.begin_to_measure()
-            try:
-                event = _EVENTS.decode(data)
-            except msgspec.MsgspecError as error:
-                self._failed(row, f"an event that is none of vLLM's: {error}")
-                return Outcome.ABORTED
-            if event.error is not None:
-                self._failed(row, f"in the stream: {str(event.error)[:200]}")
+            event, wrong = _event_in(data)
+            if wrong:
+                self._failed(row, wrong)
                 return Outcome.ABORTED
             for choice in event.choices:
                 self._prompts.answered(row, choice.token_ids or ())
@@ -310,15 +322,24 @@ class _Client:
         return json.dumps(content).encode()
 
 
-def find_endpoint(url: str, headers: Mapping[str, str]) -> Endpoint:
-    """Return the server at an address with the first model that it offers.
+def find_endpoint(url: str, headers: Mapping[str, str], names: Sequence[str] = ()) -> Endpoint:
+    """Return the server at an address with the model of these names, or with its only one.
 
-    Raises: EngineError when it does not say.
-    Source: vLLM, ModelCard of /v1/models.
+    Raises: EngineError when it does not say, or offers several others.
+    Source: vLLM, ModelCard of /v1/models: an adapter names its `parent`, and what one model is
+        called has one `root`.
     """
     models = asyncio.run(_get_json(f"{url}/v1/models", headers))
     try:
-        card = models["data"][0]
+        cards = {str(card["id"]): card for card in reversed(models["data"])}
+        own = [name for name in names if name in cards]
+        bases = {name: card for name, card in cards.items() if not card.get("parent")}
+        if not own and len({card.get("root") or name for name, card in bases.items()}) > 1:
+            raise EngineError(
+                f"{url} offers several models: {', '.join(reversed(bases))}",
+                "name one as served-model-name in --config, or with --model",
+            )
+        card = cards[own[0]] if own else models["data"][0]
         most = card.get("max_model_len")
         return Endpoint(url, str(card["id"]), headers, None if most is None else int(most))
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as cause:
