@@ -20,7 +20,7 @@ VLLM_GPU ?= vllm>=0.20,<0.34
 TRACE ?= traces/translation.jsonl
 # What is deployed now, against which every gain is measured.
 CONFIG ?= examples/demo/current.yaml
-BUDGET ?= 150s
+BUDGET ?= 105s
 # By night: make test-rest PYTEST_ARGS="--faults 1000 --fuzz-inputs 1000000"
 PYTEST_ARGS ?=
 # tests/constraints.txt installs the very versions that the tests ran with.
