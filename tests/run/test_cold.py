@@ -292,6 +292,19 @@ def test_without_time_nothing_is_started_and_that_is_told(tmp_path: Path) -> Non
     assert run.context.caveats == {Caveat.NOT_CONFIRMED_COLD}
 
 
+@pytest.mark.parametrize(("time_holds", "is_tried"), [(0.9, True), (0.7, False)])
+def test_time_that_nearly_holds_cold_engines_is_spent_on_them(
+    tmp_path: Path, time_holds: float, *, is_tried: bool
+) -> None:
+    """Nothing else is done with it, and what a start should take is on the safe side."""
+    with a_run(tmp_path, TRACE, a_space(CURRENT), CROWDED_TOY, budget_s=1000.0) as run:
+        run.engine.ensure_started()
+        run.engine.start_s, run.engine.warm_up_s = 500.0 / time_holds, 0.0
+        _, cold = cold_of(run, a_change(BETTER, known_ratio(BETTER)))
+    assert (cold is not None) is is_tried
+    assert (Caveat.NOT_CONFIRMED_COLD in run.context.caveats) is not is_tried
+
+
 def test_what_is_kept_needs_no_confirmation(tmp_path: Path) -> None:
     kept = replace(a_change(BETTER, 0.99), verdict=RaceVerdict.KEEP, winner=CURRENT)
     with a_run(tmp_path, TRACE, a_space(CURRENT), CROWDED_TOY) as run:

@@ -43,6 +43,9 @@ MOST_REPLAYS = 3
 # raced too, as a correlation, and by how much else it is there, in logarithms: ours. One half
 # holds nine in ten best where all, half or none of it is truly shared.
 SHARED, OF_WINDOW = 0.5, 0.05
+# Engines are started cold in so large a share of the time that they should take: ours, for what
+# a start should take is on the safe side, and nothing else is done with the time.
+MAY_FIT = 0.85
 # A cold gain so many standard deviations from the race's is a caveat, and with so many what is
 # deployed is another engine than what raced, and counts alone: ours.
 COLD_DIFFERS, COLD_ALONE = 2.0, 2.5
@@ -127,7 +130,7 @@ def confirm_cold(
     pair = (decision.winner, current)
     cost_s = cold_cost_s(runner, plan, pair)
     missing = [limits for limits in pair if not _starts(context, limits)]
-    if missing and context.left_s < cold_cost_s(runner, plan, missing):
+    if missing and context.left_s < MAY_FIT * cold_cost_s(runner, plan, missing):
         context.caveats.add(Caveat.NOT_CONFIRMED_COLD)
         return decision, None
     with context.stopwatch.stage("cold"):
