@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import subprocess
@@ -24,34 +23,23 @@ from support.emit_files import (
     KSERVE,
     KSERVE_LLM,
     LLM_D,
-    RUNTIME,
     SHELL,
     STACK,
     VLLM,
 )
-from support.emit_parts import a_run_dir
+from support.emit_parts import PLAIN, a_run_dir, changed
 from support.prometheus_parts import wait_for
 from tuner.cli import run
 from tuner.emit.names import Format
-from tuner.emit.recommendation import Recommendation
 from tuner.emit.registry import TARGETS, emit, merge_into
 from tuner.emit.sources import read_emitted, read_run
 from tuner.emit.target import Names
-from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 
 Output = pytest.CaptureFixture[str]
 FLAGS = "--max-num-seqs=48", "--max-num-batched-tokens=4096"
 NEW = f"{FLAGS[1]} {FLAGS[0]}"
 """Both flags as they are put behind the model."""
-PLAIN = Recommendation({"model": "m"}, EngineLimits(48, 4096))
-"""A recommendation without provenance: an edit shows in the limits alone."""
-
-
-def changed(before: str, after: str) -> list[str]:
-    """Return the lines that differ, as a diff shows them."""
-    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), n=0)
-    return [line for line in lines if line[:3] not in {"---", "+++"} and line[0] in "+-"]
 
 
 def test_every_yaml_format_is_merged_in_these_tests() -> None:
@@ -186,83 +174,6 @@ def test_a_false_that_vllm_does_not_read_stays_and_is_told(false: str, tmp_path:
     assert note.startswith("`enable-prefix-caching: false` says nothing")
     knob = replace(PLAIN, knobs={"enable-prefix-caching": False})
     assert not merge_into(path, Format.VLLM, knob, Names()).notes
-
-
-SIDECAR = "    containers: [{name: agent, image: x}]\n"
-OF_ITS_OWN = """kind: InferenceService
-spec:
-  predictor:
-    containers:
-    - image: kserve/huggingfaceserver
-      name: kserve-container
-      args:
-      - --max-num-seqs=256
-"""
-
-
-@pytest.mark.parametrize("text", [KSERVE, KSERVE + SIDECAR, OF_ITS_OWN])
-def test_kserve_gets_flags_as_it_passes_them_on(text: str, tmp_path: Path) -> None:
-    """Of a flag with underscores it takes no notice."""
-    path = tmp_path / "service.yaml"
-    path.write_text(text.replace("--max-num-seqs", "--max_num_seqs"))
-    merged = merge_into(path, Format.KSERVE, PLAIN, Names())
-    assert changed(merged.before, merged.after)[:2] == [
-        "-      - --max_num_seqs=256",
-        "+      - --max-num-seqs=48",
-    ]
-
-
-WORKER = "  worker: {containers: [{name: main, WORDS}]}\n"
-OWN = "command: [bash, -c, 'ray start']"
-
-
-@pytest.mark.parametrize(
-    ("part", "lines", "said"),
-    [
-        (WORKER.replace("WORDS", "env: []"), 2, []),
-        (WORKER.replace("WORDS", OWN), 1, ["spec.worker"]),
-        ("  worker: {}\n  prefill: {}\n", 1, ["spec.worker", "prefill"]),
-    ],
-)
-def test_workers_get_the_limits_of_their_leader_or_it_is_said(
-    part: str, lines: int, said: list[str], tmp_path: Path
-) -> None:
-    """Each worker of data parallelism schedules by flags of its own."""
-    path = tmp_path / "service.yaml"
-    path.write_text(KSERVE_LLM + part)
-    merged = merge_into(path, Format.KSERVE_LLM, PLAIN, Names())
-    assert merged.after.count("--max-num-seqs=48") == lines
-    assert [note.split(" is left as it is")[0] for note in merged.notes] == said
-
-
-def test_what_an_operator_turns_off_unasked_is_told(tmp_path: Path) -> None:
-    path = tmp_path / "runtime.yaml"
-    path.write_text(RUNTIME)
-    (note,) = merge_into(path, Format.VLLM_RUNTIME, PLAIN, Names()).notes
-    assert note.startswith("enableChunkedPrefill is not set there, which turns it off")
-    without = replace(PLAIN, values={"model": "m", "no-enable-chunked-prefill": True})
-    assert not merge_into(path, Format.VLLM_RUNTIME, without, Names()).notes
-
-
-def test_a_shell_that_reads_kserve_s_line_once_more_changes_nothing_in_it() -> None:
-    values = {
-        "model": "m",
-        "compilation-config": {"level": 3, "pass_config": {"fuse": True}},
-        "limit-mm-per-prompt": {"image": 2},
-        "speculative-config": {"method": "ngram", "sizes": [1, 2]},
-    }
-    text = emit(Format.KSERVE_LLM, replace(PLAIN, values=values), Names())
-    (found,) = yaml.safe_load_all(text)
-    (holder,) = found["spec"]["template"]["containers"]
-    line = next(env["value"] for env in holder["env"] if env["name"] == "VLLM_ADDITIONAL_ARGS")
-    shell = ["sh", "-c", f"eval \"printf '%s\\n' {line}\""]
-    said = subprocess.run(shell, capture_output=True, text=True, check=True).stdout
-    assert said.split() == line.split()
-    assert "--compilation-config.level=3" in said
-    assert "--compilation-config.pass_config.fuse=true" in said
-    assert "--limit-mm-per-prompt.image=2" in said
-    assert "speculative" not in line
-    assert "left out speculative-config: its value has blanks or signs of a shell" in text
 
 
 def test_a_line_for_a_shell_is_changed_within(tmp_path: Path) -> None:

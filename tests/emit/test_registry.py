@@ -307,7 +307,7 @@ def test_a_name_is_given_where_the_user_gives_one(rec: Recommendation) -> None:
 @pytest.mark.parametrize("chosen", [c for c in Format if TARGETS[c].write is not None])
 def test_a_name_is_written_or_refused(chosen: Format, option: str, rec: Recommendation) -> None:
     names = Names(workload="other") if option == "--name" else Names(container="other")
-    if option in TARGETS[chosen].written_names:
+    if option in TARGETS[chosen].names[0]:
         assert emit(chosen, rec, names) != emit(chosen, rec)
     else:
         with pytest.raises(UsageError, match=f"{option} .other. has no place in"):
@@ -320,7 +320,7 @@ def test_a_name_that_kubernetes_refuses_is_refused(
     chosen: Format, name: str, rec: Recommendation
 ) -> None:
     for option, names in (("--name", Names("", name)), ("--container", Names("", "", name))):
-        if option not in TARGETS[chosen].written_names:
+        if option not in TARGETS[chosen].names[0]:
             continue
         with pytest.raises(UsageError, match=rf"{option} .* cannot be a name in Kubernetes"):
             emit(chosen, rec, names)

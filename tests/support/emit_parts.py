@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import json
@@ -12,6 +13,7 @@ import msgspec
 
 from support.result_parts import MEASURED, WINDOWED, given
 from tuner.cli import run
+from tuner.emit.recommendation import Recommendation
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineInfo
 from tuner.redact import redacted
@@ -123,3 +125,13 @@ def vllm_serve_parser() -> Any:
     serve = parser.add_subparsers(dest="subparser").add_parser("serve")
     importlib.import_module(found).make_arg_parser(serve)
     return parser
+
+
+PLAIN = Recommendation({"model": "m"}, EngineLimits(48, 4096))
+"""A recommendation without provenance: an edit shows in the limits alone."""
+
+
+def changed(before: str, after: str) -> list[str]:
+    """Return the lines that differ, as a diff shows them."""
+    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), n=0)
+    return [line for line in lines if line[:3] not in {"---", "+++"} and line[0] in "+-"]

@@ -20,7 +20,7 @@ import numpy as np
 
 from tuner.drift.baseline import Baseline
 from tuner.drift.compare import Drift, drift_between
-from tuner.drift.retune import Retune, RetuneOptions, retune_on
+from tuner.drift.retune import Ready, Retune, RetuneOptions, retune_on
 from tuner.engine.limits import EngineLimits
 from tuner.errors import NoFeasibleConfigError
 from tuner.replay.metrics import Measurement
@@ -209,20 +209,6 @@ def check_traffic(
 
     Raises: ShadowError if the profile does not fit here; TooFewSamplesError; UsageError.
     """
-    found = _checked_traffic(trace, sketches, baseline, current, config, options, note)
-    middle = of_the_middle(trace.notes.remarks)
-    return replace(found, why=f"{found.why}; of {middle}") if middle else found
-
-
-def _checked_traffic(
-    trace: Trace,
-    sketches: tuple[TrafficSketch, TrafficSketch],
-    baseline: Baseline,
-    current: EngineLimits | None,
-    config: Config,
-    options: RetuneOptions,
-    note: Callable[[str], None],
-) -> Checked:
     partial = of_several(trace.notes.remarks) or known_in_part(trace.notes.remarks)
     drift = Drift((), (), partial) if partial else drift_between(*sketches, options.seed)
     values = engine_of_profile(baseline.profile, config).values
@@ -231,8 +217,17 @@ def _checked_traffic(
     found = without_replay(drift, served)
     if found is not None:
         limits = [] if current else other_limits(served, baseline.current)
-        return found.but([*limits, *(engine.unlike(values) if config is not None else ())])
-    ready = retune_on(trace, baseline, served, config, options, note)
+        found = found.but([*limits, *(engine.unlike(values) if config is not None else ())])
+    else:
+        found = _predicted(
+            drift, retune_on(trace, baseline, served, config, options, note), note
+        )
+    middle = of_the_middle(trace.notes.remarks)
+    return replace(found, why=f"{found.why}; of {middle}") if middle else found
+
+
+def _predicted(drift: Drift, ready: Ready, note: Callable[[str], None]) -> Checked:
+    """Return what shifted traffic is worth, by predicting it at every setting."""
     space = ready.retune.space
     others = len(space.grid())
     note(f"traffic has shifted: predicting it at {space.current} and {others} others")

@@ -21,6 +21,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.serve_config import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, human_integer
 from tuner.errors import UsageError
 
+_NO: Final[frozenset[str]] = frozenset()
 _NAME: Final = frozenset({NAME})
 _CONTAINER: Final = frozenset({CONTAINER})
 _BOTH: Final = _NAME | _CONTAINER
@@ -30,48 +31,43 @@ TARGETS: Final[Mapping[Format, Target]] = {
     Format.VLLM_EXACT: Target("best.yaml", vllm.render_exact, vllm.edit_exact, ApiKey.HELD),
     Format.ARGS: Target("serve.sh", flags.write),
     Format.DOCKER_COMPOSE: Target(
-        *("compose.yaml", compose.write, compose.edit),
-        written_names=_NAME,
-        edited_names=_NAME,
+        "compose.yaml", compose.write, compose.edit, names=(_NAME, _NAME)
     ),
     Format.KUBERNETES: Target(
-        *("deployment.yaml", kubernetes.write, kubernetes.edit),
+        "deployment.yaml",
+        kubernetes.write,
+        kubernetes.edit,
+        names=(_BOTH, _BOTH),
         is_object=True,
-        written_names=_BOTH,
-        edited_names=_BOTH,
     ),
     Format.PRODUCTION_STACK: Target(
-        *("values.yaml", production_stack.write, production_stack.edit),
-        written_names=_NAME,
-        edited_names=_NAME,
+        "values.yaml", production_stack.write, production_stack.edit, names=(_NAME, _NAME)
     ),
     Format.VLLM_RUNTIME: Target(
-        *("vllmruntime.yaml", None, production_stack.edit_runtime),
+        "vllmruntime.yaml",
+        None,
+        production_stack.edit_runtime,
+        names=(_NO, _NAME),
         is_object=True,
-        edited_names=_NAME,
     ),
     Format.KSERVE: Target(
-        *("inferenceservice.yaml", kserve.write, kserve.edit, ApiKey.IGNORED),
+        "inferenceservice.yaml",
+        kserve.write,
+        kserve.edit,
+        ApiKey.IGNORED,
+        names=(_NAME, _BOTH),
         is_object=True,
-        written_names=_NAME,
-        edited_names=_BOTH,
     ),
     Format.KSERVE_LLM: Target(
-        *("llminferenceservice.yaml", kserve.write_llm, kserve.edit_llm),
+        "llminferenceservice.yaml",
+        kserve.write_llm,
+        kserve.edit_llm,
+        names=(_NAME, _BOTH),
         is_object=True,
-        written_names=_NAME,
-        edited_names=_BOTH,
     ),
-    Format.LLM_D: Target(
-        *("values.yaml", llm_d.write, llm_d.edit),
-        written_names=_BOTH,
-        edited_names=_CONTAINER,
-    ),
+    Format.LLM_D: Target("values.yaml", llm_d.write, llm_d.edit, names=(_BOTH, _CONTAINER)),
     Format.AIBRIX: Target(
-        *("model.yaml", aibrix.write, kubernetes.edit),
-        is_object=True,
-        written_names=_BOTH,
-        edited_names=_BOTH,
+        "model.yaml", aibrix.write, kubernetes.edit, names=(_BOTH, _BOTH), is_object=True
     ),
 }
 
@@ -144,7 +140,7 @@ def emit(chosen: Format, rec: Recommendation, names: Names | None = None) -> str
     """
     write = checked_writer(chosen, rec)
     wanted = names or Names()
-    _check_taken(chosen, wanted, TARGETS[chosen].written_names, "written")
+    _check_taken(chosen, wanted, TARGETS[chosen].names[0], "written")
     if chosen is not Format.DOCKER_COMPOSE:  # It names no objects of Kubernetes.
         # Of a Deployment's name dots may separate parts.
         _check_name(NAME, wanted.workload, dots=chosen is Format.KUBERNETES)
@@ -172,7 +168,7 @@ def emit_patch(
             "whole, and the one in use may hold what the run never saw, an api-key for one",
             "kubectl get KIND NAME -o yaml > running.yaml, then --patch --merge running.yaml",
         )
-    _check_taken(chosen, names, target.edited_names, "changed")
+    _check_taken(chosen, names, target.names[1], "changed")
     return patch(path, partial(_edited, target, rec, names), rec, names.file, kind)
 
 
@@ -189,7 +185,7 @@ def merge_into(path: Path, chosen: Format, rec: Recommendation, names: Names) ->
             f"--merge changes a YAML file, which --format {chosen} does not write",
             "name the format of the file after --format",
         )
-    _check_taken(chosen, names, target.edited_names, "changed")
+    _check_taken(chosen, names, target.names[1], "changed")
     merged = merge(path, partial(_edited, target, rec, names))
     return replace(merged, after=with_evidence(merged.after, rec.comments))
 

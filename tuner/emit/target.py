@@ -60,7 +60,6 @@ class Target:
     api_key: ApiKey = ApiKey.REQUIRED
     is_object: bool = False
     """Whether what is edited is an object of Kubernetes, which can be patched."""
-    written_names: frozenset[str] = frozenset()
-    """The options of names that go into a file that is written."""
-    edited_names: frozenset[str] = frozenset()
-    """The options of names that choose what of an existing file is edited."""
+    names: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
+    """Options of names: those that go into a file that is written, and those that choose what
+    of an existing one is edited."""
