@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import pytest
@@ -203,6 +204,24 @@ def test_an_interrupt_does_not_reach_the_child(host: EngineProcess) -> None:
     log = host.replay("short", LIMITS, ReplayPlan())
     assert log.timelines.count(Outcome.COMPLETED) == len(TRACE)
     assert pid_of(host) == pid
+
+
+def test_an_interrupt_while_a_child_starts_leaves_none(
+    log_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would find its log's folder gone, and say so into the terminal."""
+    begun: list[SpawnProcess] = []
+    start = SpawnProcess.start
+
+    def interrupted(process: SpawnProcess) -> None:
+        start(process)
+        begun.append(process)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(SpawnProcess, "start", interrupted)
+    with EngineProcess(ToySource(), log_path) as host, pytest.raises(KeyboardInterrupt):
+        host.facts({})
+    assert [process.exitcode for process in begun] == [-signal.SIGKILL]
 
 
 def test_an_error_keeps_its_class_and_hint_on_the_way(host: EngineProcess) -> None:

@@ -240,11 +240,8 @@ def _takes_parameters(script: str) -> bool:
 def _words(holder: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
     """Return the words of a container's command with those of its arguments behind them."""
     values = [holder.get(key) for key in reversed(keys)]
-    return [
-        str(word)
-        for value in values
-        for word in (value.split() if isinstance(value, str) else value or ())
-    ]
+    lists = [value.split() if isinstance(value, str) else value for value in values]
+    return [str(word) for words in lists if isinstance(words, list) for word in words]
 
 
 def _is_shell(words: Sequence[str]) -> bool:

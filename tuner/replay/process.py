@@ -245,12 +245,17 @@ class _Child:
         process = context.Process(
             target=serve_parent, args=(theirs, str(log_path)), name="tune-engine"
         )
-        began_s = time.monotonic()
-        # A child that is started and never told what to do would show a traceback.
-        with undisturbed(), _without_main(source):
-            process.start()
+        child = cls(process, ours, time.monotonic())
+        try:
+            # A child that is started and never told what to do would show a traceback.
+            with undisturbed(), _without_main(source):
+                process.start()
+        except BaseException:
+            # Interrupted: nobody will know of it, and its log's folder may go before it does.
+            child.kill()
+            raise
         theirs.close()
-        return cls(process, ours, began_s)
+        return child
 
     def close(self) -> None:
         """Have it free its resources and end."""
