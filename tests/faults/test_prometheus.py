@@ -22,7 +22,7 @@ from support.prometheus_parts import need_prometheus, with_history
 from support.prometheus_past import END_S, PastEngine
 from support.prometheus_past import past as two_hours
 from tuner.errors import UsageError
-from tuner.traffic.prometheus import client, trace_from_prometheus
+from tuner.traffic.prometheus import Scraped, client, trace_from_prometheus
 from tuner.traffic.prometheus.live import live_between
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(86_400)]
@@ -153,7 +153,7 @@ def outcome(call: Callable[[], object], within_s: float = BOUND_S) -> tuple[str,
 
 def traced(url: str) -> str:
     """Return the digest of the trace that a Prometheus gives."""
-    return trace_from_prometheus(url, since_s=900, step_s=30, until_s=START_S + 900).sha256
+    return trace_from_prometheus(Scraped(url), 900, 30, until_s=START_S + 900).sha256
 
 
 @pytest.fixture(autouse=True)
@@ -173,7 +173,7 @@ def test_a_prometheus_in_any_mood_is_answered_by_a_trace_or_a_sentence_in_time(
         with listening(moody(rng, kind)) as url:
             calls = (
                 lambda url=url: traced(url),
-                lambda url=url: live_between(url, START_S, START_S + 900, 30, model=None),
+                lambda url=url: live_between(Scraped(url), START_S, START_S + 900, 30),
             )
             with tally.fault(kind, f"number {number}"):
                 came, took_s = outcome(calls[number % 2])
@@ -195,7 +195,7 @@ def test_the_fake_answers_as_a_real_prometheus(tmp_path: Path) -> None:
     fake = FakePrometheus.of(*engines)
 
     def read(url: str) -> str:
-        return trace_from_prometheus(url, since_s=3600, step_s=30, until_s=END_S).sha256
+        return trace_from_prometheus(Scraped(url), 3600, 30, until_s=END_S).sha256
 
     with listening(lambda handler, asked: send(handler, answered(fake, asked))) as url:
         ours = read(url)

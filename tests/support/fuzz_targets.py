@@ -42,7 +42,7 @@ from tuner.shadow.profiles import read_profile
 from tuner.shadow.recorded import RecordedRequests, read_steps
 from tuner.traffic.describe import describe
 from tuner.traffic.formats import ReadOptions, read_trace
-from tuner.traffic.prometheus import trace_from_prometheus
+from tuner.traffic.prometheus import Scraped, trace_from_prometheus
 from tuner.traffic.prometheus.live import live_between
 from tuner.traffic.sketch import read_sketch
 
@@ -364,8 +364,8 @@ def _answers() -> bytes:
 
 def _ask(url: str) -> None:
     end_s = START_S + 900
-    trace_from_prometheus(url, since_s=900, step_s=30, until_s=end_s)
-    live_between(url, START_S, end_s, 30, model=None)
+    trace_from_prometheus(Scraped(url), since_s=900, step_s=30, until_s=end_s)
+    live_between(Scraped(url), START_S, end_s, 30)
 
 
 def _asked_of(path: Path) -> None:

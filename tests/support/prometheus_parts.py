@@ -22,7 +22,7 @@ import pytest
 from support.prometheus_past import END_S, HOUR_S, PastEngine
 from tuner.errors import UsageError
 from tuner.replay.server.process import free_port
-from tuner.traffic.prometheus import trace_from_prometheus
+from tuner.traffic.prometheus import Scraped, Selection, trace_from_prometheus
 from tuner.traffic.traces import Trace
 
 PATIENCE_S = 60.0
@@ -129,17 +129,22 @@ def with_history(folder: Path, *engines: PastEngine, web_config: str = "") -> It
         yield url
 
 
-def read(url: str, model: str, **more: Any) -> Trace:
+def scraped(url: str, model: str | None = None, **labels: str) -> Scraped:
+    """Return what is asked of which Prometheus."""
+    return Scraped(url, Selection(model, None, labels))
+
+
+def read(url: str, model: str, engine: str | None = None, **more: Any) -> Trace:
     """Return the trace of the two hours in steps of 30 s."""
     asked: dict[str, Any] = {"since_s": 2 * HOUR_S, "step_s": 30, "until_s": END_S}
-    return trace_from_prometheus(url, **({"model": model} | asked | more))
+    return trace_from_prometheus(Scraped(url, Selection(model, engine)), **(asked | more))
 
 
-def refused(url: str, **more: Any) -> UsageError:
+def refused(of: str | Scraped, **more: Any) -> UsageError:
     """Return the error that asking for the two hours ends with."""
     asked: dict[str, Any] = {"since_s": 2 * HOUR_S, "step_s": 30, "until_s": END_S}
     with pytest.raises(UsageError) as caught:
-        trace_from_prometheus(url, **(asked | more))
+        trace_from_prometheus(Scraped(of) if isinstance(of, str) else of, **(asked | more))
     assert caught.value.exit_code == 2
     return caught.value
 

@@ -13,6 +13,8 @@ from tuner.cli.options import TOKEN_VARIABLE, Params, path_of
 from tuner.cli.traces import write_described
 from tuner.errors import UsageError
 from tuner.traffic.prometheus import trace_from_prometheus
+from tuner.traffic.prometheus.live import Live, live_between
+from tuner.traffic.prometheus.readings import Scraped, Selection
 from tuner.traffic.prometheus.replicas import one_replica
 from tuner.traffic.prometheus.token_times import TokenTimes, token_times
 from tuner.traffic.sampling import MAX_REQUESTS
@@ -68,17 +70,12 @@ class PrometheusOptions:
         Raises: UsageError.
         """
         return trace_from_prometheus(
-            self.url,
+            self.scraped(engine),
             self.since_s if since_s is None else since_s,
             self.step_s,
-            model=self.model,
-            engine=engine,
-            labels=self.labels,
             seed=seed,
             concurrency=is_closed,
             until_s=until_s,
-            headers=self.credentials(),
-            verify=self.is_verified,
             max_requests=max_requests,
         )
 
@@ -91,29 +88,25 @@ class PrometheusOptions:
 
         Raises: UsageError.
         """
-        found = one_replica(
-            self.url,
-            self.since_s if since_s is None else since_s,
-            self.step_s,
-            model=self.model,
-            labels=self.labels,
-            until_s=until_s,
-            headers=self.credentials(),
-            verify=self.is_verified,
-        )
+        length_s = self.since_s if since_s is None else since_s
+        found = one_replica(self.scraped(), length_s, self.step_s, until_s=until_s)
         return replace(self, labels=found.labels), found.remark
 
     def token_times(self) -> TokenTimes:
         """Return how long tokens took while how many requests ran. Raises: UsageError."""
-        return token_times(
-            self.url,
-            self.since_s,
-            self.step_s,
-            model=self.model,
-            labels=self.labels,
-            headers=self.credentials(),
-            verify=self.is_verified,
-        )
+        return token_times(self.scraped(), self.since_s, self.step_s)
+
+    def live(self, start_s: float, end_s: float) -> Live:
+        """Return how the server did between two Unix times. Raises: UsageError."""
+        return live_between(self.scraped(), start_s, end_s, self.step_s)
+
+    def scraped(self, engine: str | None = None) -> Scraped:
+        """Return which engines of which server are meant, with the login.
+
+        Raises: UsageError if that cannot be read.
+        """
+        asked = Selection(self.model, engine, self.labels)
+        return Scraped(self.url, asked, self.credentials(), self.is_verified)
 
     def credentials(self) -> dict[str, str]:
         """Return the headers, with the token of the file or else of the environment.

@@ -19,7 +19,7 @@ from tuner.errors import TunerError
 from tuner.replay.metrics import Measurement
 from tuner.replay.runner import Failure
 from tuner.traffic.prometheus import another_load
-from tuner.traffic.prometheus.live import Live, live_between
+from tuner.traffic.prometheus.live import Live
 from tuner.traffic.sketch import TrafficSketch, sketch_of
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import whole
@@ -66,19 +66,6 @@ class PrometheusTraffic:
         )
         return replace(trace, notes=trace.notes.with_remark(self.remark))
 
-    def live(self, start_s: float, end_s: float) -> Live:
-        """Return how the server did between two Unix times. Raises: UsageError."""
-        return live_between(
-            self.server.url,
-            start_s,
-            end_s,
-            self.server.step_s,
-            model=self.server.model,
-            labels=self.server.labels,
-            headers=self.server.credentials(),
-            verify=self.server.is_verified,
-        )
-
     def sketch(self, trace: Trace) -> TrafficSketch:
         """Return the sketch of sampled traffic."""
         return sketch_of(trace, self.server.step_s)
@@ -110,13 +97,13 @@ class ShadowCheck:
         self, start_s: float, end_s: float, settings: Sequence[EngineLimits]
     ) -> GuardSample:
         """Return how the server did and would have done. Raises: TunerError."""
-        live = self.traffic.live(start_s, end_s)
+        live = self.traffic.server.live(start_s, end_s)
         if not live.requests:
             return GuardSample(live, {}, "no request finished")
         try:
             one = self.traffic.of_one_replica(start_s, end_s)
             trace = one.between(start_s, end_s)
-            live = _of_one(one.live(start_s, end_s), live)
+            live = _of_one(one.server.live(start_s, end_s), live)
             ready = retune_on(trace, self.baseline, settings[0], self.config, self.retune, say)
             measure, plan = ready.retune.predictor.measure, ready.aim.plan
             outcomes = {x: measure([ready.trace], x, plan, ready.aim.slos) for x in settings}

@@ -38,6 +38,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.replay.metrics import Measurement, measure
 from tuner.stats import Floats
+from tuner.traffic.prometheus import Scraped
 from tuner.traffic.prometheus.live import Live, live_between
 from tuner.traffic.prometheus.readings import E2E
 
@@ -433,7 +434,7 @@ def after_a_change(folder: Path, lives: Lives, per_minute: float = 540.0) -> Ite
         if not past:
             changed_s = start_s - SETTLE_RATIO * LASTING_S
             past.append(prometheus_of(lives, changed_s, per_minute))
-        seen = live_between(url, start_s, end_s, 15, model=None)
+        seen = live_between(Scraped(url), start_s, end_s, 15)
         told = {
             name: getattr(seen, name)
             for name in ("covered_ratio", "is_there", "restarted_s", "anew")

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from support.prometheus_parts import backfill, need_prometheus, prometheus
+from support.prometheus_parts import backfill, need_prometheus, prometheus, scraped
 from support.prometheus_past import END_S, PastEngine
 from support.shadow_files import a_profile, home
 from support.watch_parts import JumpingClock
@@ -165,7 +165,7 @@ def once(home: Path, url: str, clock: JumpingClock, *more: str) -> int:
 def test_live_metrics_are_those_of_the_stretch(url: str, pasts: dict[str, TimedEngine]) -> None:
     for engine in pasts.values():
         end_s = LOOKS_S + 10 * MINUTE_S
-        live = live_between(url, LOOKS_S, end_s, 15, model=engine.model)
+        live = live_between(scraped(url, engine.model), LOOKS_S, end_s, 15)
         done = (engine.ends_s > LOOKS_S) & (engine.ends_s <= end_s)
         assert live.requests == int(done.sum())
         assert live.requests_per_s == pytest.approx(done.sum() / (10 * MINUTE_S))
@@ -182,12 +182,12 @@ def test_live_metrics_are_those_of_the_stretch(url: str, pasts: dict[str, TimedE
         assert (live.covered_ratio, live.is_there, live.restarted_s) == (1.0, True, None)
     # Before the first scrape there was no server: it is up anew, and its rate is that since.
     right = pasts["right"]
-    early = live_between(url, START_S - 600, START_S + 600, 15, model="right")
+    early = live_between(scraped(url, "right"), START_S - 600, START_S + 600, 15)
     done = right.ends_s <= START_S + 600
     assert early.restarted_s == START_S
     assert early.requests_per_s == pytest.approx(done.sum() / 600)
     # A quarter of an hour after the last scrape nothing is known any more.
-    late = live_between(url, END_S - 900, END_S + 900, 15, model="right")
+    late = live_between(scraped(url, "right"), END_S - 900, END_S + 900, 15)
     assert not late.is_there
     assert late.covered_ratio == pytest.approx(0.65, abs=0.02)
 

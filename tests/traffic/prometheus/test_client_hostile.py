@@ -16,6 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 import numpy as np
 import pytest
 
+from support.prometheus_parts import scraped
 from tuner.errors import UsageError
 from tuner.traffic.prometheus import client
 from tuner.traffic.prometheus.client import Prometheus, Span
@@ -194,11 +195,11 @@ def histograms(bound: str) -> Answer:
 @pytest.mark.parametrize("bound", ["abc", "", "NaN", "-Inf", "-5", "1e5x"])
 def test_a_bucket_without_a_bound_is_left_out(bound: str) -> None:
     with answering(histograms(bound)) as url:
-        live = live_between(url, 0, 600, 60, model="m")
+        live = live_between(scraped(url, "m"), 0, 600, 60)
         assert math.inf in live.bounds_s
         assert np.isfinite(live.counts).all()
         with suppress(UsageError):
-            trace_from_prometheus(url, 600, 60, until_s=600, model="m")
+            trace_from_prometheus(scraped(url, "m"), 600, 60, until_s=600)
 
 
 def test_whatever_number_of_requests_is_claimed_a_watch_draws_no_more_than_its_bound() -> None:
@@ -206,7 +207,7 @@ def test_whatever_number_of_requests_is_claimed_a_watch_draws_no_more_than_its_b
         with pytest.raises(
             UsageError, match=r"counted [\d,]+ requests .* more than 1,000"
         ) as too:
-            trace_from_prometheus(url, 600, 60, until_s=600, model="m", max_requests=1000)
+            trace_from_prometheus(scraped(url, "m"), 600, 60, until_s=600, max_requests=1000)
         assert "--label instance=HOST:PORT" in too.value.hint
 
 
@@ -217,8 +218,7 @@ def test_only_series_with_the_labels_that_are_named_are_asked_for() -> None:
         series()(line)
 
     with answering(answer, asked) as url, suppress(UsageError):
-        trace_from_prometheus(
-            url, 600, 60, until_s=600, labels={"job": "vllm", "instance": 'a"b:80'}
-        )
+        of = scraped(url, job="vllm", instance='a"b:80')
+        trace_from_prometheus(of, 600, 60, until_s=600)
     (query, *_) = [parse_qs(urlsplit(text).query)["query"][0] for text in asked]
     assert query.endswith(',job="vllm",instance="a\\"b:80"}')

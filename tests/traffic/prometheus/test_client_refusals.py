@@ -17,10 +17,12 @@ from support.prometheus_parts import (
     prometheus,
     read,
     refused,
+    scraped,
     with_history,
 )
 from support.prometheus_past import BARE, HOUR_S, OLD, PLAIN, START_S
 from tuner.replay.server.process import free_port
+from tuner.traffic.prometheus import Scraped
 
 # The password is "test": the example of Prometheus's own guide to basic authentication.
 LOGIN = (
@@ -40,7 +42,7 @@ def test_several_models_are_listed_and_one_must_be_picked(url: str) -> None:
     said = refused(url)
     assert 'knows 3 models: "bare", "org/old "0.6"", "plain"' in said.message
     assert "--model" in said.hint
-    unknown = refused(url, model='plain"} or up{x="')
+    unknown = refused(scraped(url, 'plain"} or up{x="'))
     assert 'knows no model "plain"} or up{x=""' in unknown.message
     assert 'it has "bare"' in unknown.message
 
@@ -51,7 +53,7 @@ def test_missing_data_is_named_with_where_it_was_looked_for(url: str) -> None:
     start = f"Prometheus at {place} has no vllm:request_prompt_tokens_count between 20"
     assert early.message.startswith(start)
     assert early.message.endswith("UTC")
-    bare = refused(url, model="bare")
+    bare = refused(scraped(url, "bare"))
     assert "has no vllm:request_generation_tokens_bucket between" in bare.message
 
 
@@ -62,13 +64,13 @@ def test_missing_data_is_named_with_where_it_was_looked_for(url: str) -> None:
         ({"since_s": 30, "step_s": 30}, "--since must be at least two steps of 30 s"),
         ({"since_s": 1e9, "step_s": 1}, "is more than 1,000,000 steps of 1 s"),
         (
-            {"url": "prometheus:9090"},
+            {"of": "prometheus:9090"},
             "the URL of Prometheus must start with http:// or https://",
         ),
-        ({"url": "http://a:b:c/"}, "the address of Prometheus is not a URL"),
-        ({"url": "http://me:secret@"}, "the URL of Prometheus must start with http://"),
+        ({"of": "http://a:b:c/"}, "the address of Prometheus is not a URL"),
+        ({"of": "http://me:secret@"}, "the URL of Prometheus must start with http://"),
         (
-            {"url": "http://p:9090/graph?g0.expr=up"},
+            {"of": "http://p:9090/graph?g0.expr=up"},
             "the URL of Prometheus must end before any ? or #",
         ),
     ],
@@ -76,7 +78,7 @@ def test_missing_data_is_named_with_where_it_was_looked_for(url: str) -> None:
 def test_what_cannot_be_asked_is_refused_before_asking(
     asked: dict[str, Any], words: str
 ) -> None:
-    said = refused(**({"url": "http://127.0.0.1:1"} | asked))
+    said = refused(**({"of": "http://127.0.0.1:1"} | asked))
     assert words in said.message
     assert "secret" not in said.message + said.hint
 
@@ -112,7 +114,7 @@ def test_a_login_is_asked_for_taken_from_the_url_and_never_shown(tmp_path: Path)
         said = refused(url)
         assert "refuses without a login (HTTP 401)" in said.message
         assert "--header" in said.hint
-        wrong = refused(url, headers={"Authorization": "Bearer secret"})
+        wrong = refused(Scraped(url, headers={"Authorization": "Bearer secret"}))
         assert "secret" not in wrong.message + wrong.hint
         trace = read(url.replace("http://", "http://admin:test@"), "plain")
     assert len(trace) == len(PLAIN.arrived_s)
@@ -136,7 +138,7 @@ def test_a_certificate_that_is_not_trusted_is_reported(
         said = refused(url)
         assert "is not trusted: self" in said.message
         assert "--no-verify" in said.hint
-        unchecked = refused(url, verify=False)
+        unchecked = refused(Scraped(url, verify=False))
         monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(certificate))
         trusted = refused(url)
     for empty in (unchecked, trusted):

@@ -33,7 +33,7 @@ from tuner.cli.watch import WatchOptions, run_watch
 from tuner.cli.watch_command import watch
 from tuner.engine.demo import demo_engine_args
 from tuner.replay.server.process import free_port
-from tuner.traffic.prometheus import trace_from_prometheus
+from tuner.traffic.prometheus import Scraped, trace_from_prometheus
 from tuner.traffic.sketch import TRAFFIC_FILE, sketch_of, write_sketch
 from tuner.traffic.traces import Trace
 
@@ -168,7 +168,11 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Load]:
 
 def traced(load: Load, *, concurrency: bool = False) -> Trace:
     return trace_from_prometheus(
-        load.url, since_s=240, step_s=1, until_s=load.end_s + 1, concurrency=concurrency
+        Scraped(load.url),
+        since_s=240,
+        step_s=1,
+        until_s=load.end_s + 1,
+        concurrency=concurrency,
     )
 
 

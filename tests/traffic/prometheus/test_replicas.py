@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from support.prometheus_fake import FakePrometheus, answered, listening, send
+from support.prometheus_parts import scraped
 from support.prometheus_past import END_S, HOUR_S, MOVED, SCRAPES_S, TWINS, past
 from tuner.traffic.prometheus import known_in_part
 from tuner.traffic.prometheus.replicas import Replica, one_replica
@@ -36,7 +37,7 @@ def url() -> Iterator[str]:
 
 
 def replica(url: str, model: str, **labels: str) -> Replica:
-    return one_replica(url, 2.0 * HOUR_S, 30, model=model, labels=labels, until_s=END_S)
+    return one_replica(scraped(url, model, **labels), 2.0 * HOUR_S, 30, until_s=END_S)
 
 
 @pytest.mark.parametrize(

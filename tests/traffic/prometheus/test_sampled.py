@@ -16,6 +16,7 @@ from support.prometheus_parts import (
     prometheus,
     read,
     refused,
+    scraped,
     with_history,
 )
 from support.prometheus_past import (
@@ -42,7 +43,7 @@ from tuner.replay.plan import ReplayPlan
 from tuner.traffic.describe import describe, prefix_reuse_ratio, reused_tokens
 from tuner.traffic.formats.registry import read_trace
 from tuner.traffic.formats.sources import write_trace
-from tuner.traffic.prometheus import trace_from_prometheus
+from tuner.traffic.prometheus import Scraped, Selection, trace_from_prometheus
 from tuner.traffic.prompts import PromptSource
 from tuner.traffic.traces import ClockOrigin, Trace
 
@@ -196,7 +197,7 @@ def test_the_engines_of_a_model_are_added_up_or_one_is_picked(url: str) -> None:
     assert "2 engines are added up, each in place of the one before" in shown(
         read(url, "moved")
     )
-    said = refused(url, model="twins", engine="7")
+    said = refused(Scraped(url, Selection("twins", "7")))
     assert 'knows no engine "7" of this model; it has "0", "1"' in said.message
 
 
@@ -211,7 +212,7 @@ def test_metrics_of_older_versions_are_read_and_without_gauges_finishes_are_arri
     assert f"they came earlier, by {late_s:.3g} s on average" in shown(trace)
     assert "25% of the prompt tokens hit" in shown(trace)
     assert "KV cache was at most 50% full" in shown(trace)
-    said = refused(url, model=OLD.model, concurrency=True)
+    said = refused(scraped(url, OLD.model), concurrency=True)
     assert "has no vllm:num_requests_running between" in said.message
 
 
@@ -267,7 +268,7 @@ def test_a_page_that_counts_up_and_begins_anew_is_followed(tmp_path: Path) -> No
         with prometheus(tmp_path, scrapes=[page.port]) as live:
             for finished, running in ((100, 0), (100, 4), (120, 0), (5, 1), (9, 0), (9, 0)):
                 page.show(page_of(finished, running))
-            trace = trace_from_prometheus(live, since_s=60, step_s=1)
+            trace = trace_from_prometheus(Scraped(live), since_s=60, step_s=1)
     finally:
         page.close()
     # 20 until the restart; then 5 have finished and 1 is in flight, and 3 more come.

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from support.paths import ROOT
-from support.prometheus_parts import need_prometheus, with_history
+from support.prometheus_parts import need_prometheus, scraped, with_history
 from support.prometheus_past import END_S, SCRAPES_S, START_S, PastEngine
 from tuner.cli.commands import tune as command
 from tuner.errors import UsageError
@@ -77,7 +77,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def measured(url: str, model: str) -> TokenTimes:
-    return token_times(url, END_S - START_S, 30, model=model, until_s=END_S)
+    return token_times(scraped(url, model), END_S - START_S, 30, until_s=END_S)
 
 
 @pytest.mark.parametrize("model", ["steady", "idle-later"])

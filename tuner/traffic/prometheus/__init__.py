@@ -8,7 +8,8 @@ is how a server does over a stretch of time.
 
 from __future__ import annotations
 
+from tuner.traffic.prometheus.readings import Scraped, Selection
 from tuner.traffic.prometheus.remarks import another_load, known_in_part
 from tuner.traffic.prometheus.sampled import trace_from_prometheus
 
-__all__ = ["another_load", "known_in_part", "trace_from_prometheus"]
+__all__ = ["Scraped", "Selection", "another_load", "known_in_part", "trace_from_prometheus"]

@@ -11,12 +11,12 @@ import numpy as np
 
 from tuner import stats
 from tuner.stats import Bools, Estimate, Floats, Ints
-from tuner.traffic.prometheus.client import Prometheus, Series, Span
+from tuner.traffic.prometheus.client import Series, Span
 from tuner.traffic.prometheus.readings import (
     E2E,
     FINISHED,
     WAITING,
-    Selection,
+    Scraped,
     choose,
     mean_level,
     rise,
@@ -102,17 +102,7 @@ def _between(low_s: float, high_s: float, share: float) -> float:
     return math.exp(math.log(low_s) + share * math.log(high_s / low_s))
 
 
-def live_between(
-    url: str,
-    start_s: float,
-    end_s: float,
-    step_s: float,
-    *,
-    model: str | None,
-    labels: Mapping[str, str] | None = None,
-    headers: Mapping[str, str] | None = None,
-    verify: bool = True,
-) -> Live:
+def live_between(of: Scraped, start_s: float, end_s: float, step_s: float) -> Live:
     """Return how the engines of a model did, added up.
 
     Units: Unix seconds, on whole steps.
@@ -121,10 +111,10 @@ def live_between(
     step = int(step_s)
     first, last = math.floor(start_s / step) * step, math.floor(end_s / step) * step
     span = Span(first, max(last, first + step), step)
-    with Prometheus(url, headers=headers, verify=verify) as server:
-        chosen = asked = Selection(model, None, labels or {})
-        if server.over(asked.query(FINISHED), span):
-            chosen = choose(server, span, asked)
+    with of.connected() as server:
+        chosen = of.asked
+        if server.over(chosen.query(FINISHED), span):
+            chosen = choose(server, span, chosen)
         buckets = server.over(chosen.query(f"{E2E}_bucket"), span)
         totals = server.over(chosen.query(f"{E2E}_(sum|count)"), span)
         queued = server.over(chosen.query(WAITING), span)

@@ -45,8 +45,8 @@ class Selection:
     any model.
     """
 
-    model: str | None
-    engine: str | None
+    model: str | None = None
+    engine: str | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
 
     def query(self, names: str, *more: str) -> str:
@@ -58,6 +58,23 @@ class Selection:
             parts.append(f"engine={_quoted(self.engine)}")
         parts += [f"{name}={_quoted(value)}" for name, value in self.labels.items()]
         return "{" + ",".join(parts) + "}"
+
+
+@dataclass(frozen=True, slots=True)
+class Scraped:
+    """The engines whose metrics a Prometheus keeps: where it is, and which series are theirs.
+
+    `headers` go with every query, and may hold a login.
+    """
+
+    url: str
+    asked: Selection = Selection()
+    headers: Mapping[str, str] = field(default_factory=dict)
+    verify: bool = True
+
+    def connected(self) -> Prometheus:
+        """Return the Prometheus, to be closed. Raises: UsageError."""
+        return Prometheus(self.url, headers=self.headers, verify=self.verify)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,7 +141,7 @@ def choose(server: Prometheus, span: Span, asked: Selection) -> Selection:
         none is named.
     """
     model, engine = asked.model, asked.engine
-    finished = server.over(Selection(None, None, asked.labels).query(FINISHED), span)
+    finished = server.over(Selection(labels=asked.labels).query(FINISHED), span)
     if not finished:
         raise UsageError(
             f"Prometheus at {server.place} has no {FINISHED} {when(span)}",

@@ -15,12 +15,12 @@ from typing import Final
 import numpy as np
 
 from tuner.stats import Floats
-from tuner.traffic.prometheus.client import Prometheus, Span
+from tuner.traffic.prometheus.client import Span
 from tuner.traffic.prometheus.counters import MOST_AT_ONCE, at_once
 from tuner.traffic.prometheus.readings import (
     FINISHED,
     Key,
-    Selection,
+    Scraped,
     by_engine,
     choose,
     rise,
@@ -46,26 +46,18 @@ class Replica:
 
 
 def one_replica(
-    url: str,
-    since_s: float,
-    step_s: float,
-    *,
-    model: str | None = None,
-    labels: Mapping[str, str] | None = None,
-    until_s: float | None = None,
-    headers: Mapping[str, str] | None = None,
-    verify: bool = True,
+    of: Scraped, since_s: float, step_s: float, *, until_s: float | None = None
 ) -> Replica:
-    """Return the replica that stands for all that served at once, of those with the labels.
+    """Return the replica that stands for all that served at once, of those that are meant.
 
     Those that served one in place of the other are one, as is whoever was alone.
 
     Units: seconds; until_s in Unix seconds.
     Raises: UsageError if the server, its data or what was asked of it is not as it must be.
     """
-    span, given = span_of(since_s, step_s, until_s), dict(labels or {})
-    with Prometheus(url, headers=headers, verify=verify) as server:
-        chosen = choose(server, span, Selection(model, None, given))
+    span, given = span_of(since_s, step_s, until_s), of.asked.labels
+    with of.connected() as server:
+        chosen = choose(server, span, of.asked)
         counted = by_engine(server.over(chosen.query(FINISHED), span))
     if all(_OF_SUMS.issuperset(dict(key)) for key in counted) and not given:
         return Replica(given, on_sums())

@@ -7,7 +7,7 @@ random, so the trace is marked as sampled and says what it cannot know.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -28,6 +28,7 @@ from tuner.traffic.prometheus.prefixes import MIN_RATIO, SharedPrefixes, shared_
 from tuner.traffic.prometheus.readings import (
     RUNNING,
     EngineReadings,
+    Scraped,
     Selection,
     ServerFacts,
     choose,
@@ -116,33 +117,27 @@ class _Drawn:
 
 
 def trace_from_prometheus(
-    url: str,
+    of: Scraped,
     since_s: float,
     step_s: float,
     *,
-    model: str | None = None,
-    engine: str | None = None,
-    labels: Mapping[str, str] | None = None,
     seed: int = 0,
     concurrency: bool = False,
     until_s: float | None = None,
-    headers: Mapping[str, str] | None = None,
-    verify: bool = True,
     max_requests: int = MAX_REQUESTS,
 ) -> Trace:
     """Return a sampled trace of the last `since_s` seconds, or of those before `until_s`.
 
     With `concurrency` it holds the number of requests in flight, for a closed loop, with as
-    many requests as keep it up at 20 ms per output token; else arrivals. All engines of the
-    model are added up, unless one is named or they must have these `labels`.
+    many requests as keep it up at 20 ms per output token; else arrivals. All engines that are
+    meant are added up.
 
     Units: seconds; until_s in Unix seconds.
     Raises: UsageError if the server, its data or what was asked of it is not as it must be.
     """
     span = span_of(since_s, step_s, until_s)
-    asked = Selection(model, engine, labels or {})
-    with Prometheus(url, headers=headers, verify=verify) as server:
-        engines, facts = _read(server, span, asked)
+    with of.connected() as server:
+        engines, facts = _read(server, span, of.asked)
         place, sha256 = f"Prometheus at {server.place}", server.sha256
     windows = [windows_of(readings, span.step_s) for readings in engines]
     lengths = _lengths(windows, span, place)

@@ -16,6 +16,7 @@ from tuner.traffic.prometheus.readings import (
     PROMPT,
     RUNNING,
     Key,
+    Scraped,
     Selection,
     by_engine,
     choose,
@@ -54,28 +55,19 @@ class TokenTimes:
 
 
 def token_times(
-    url: str,
-    since_s: float,
-    step_s: float,
-    *,
-    model: str | None = None,
-    labels: Mapping[str, str] | None = None,
-    until_s: float | None = None,
-    headers: Mapping[str, str] | None = None,
-    verify: bool = True,
+    of: Scraped, since_s: float, step_s: float, *, until_s: float | None = None
 ) -> TokenTimes:
-    """Return what the engines of a model showed in the last `since_s` seconds.
+    """Return what engines showed in the last `since_s` seconds, or in those before `until_s`.
 
-    Several engines count as one that is like all of them, those that do not have these `labels`
-    left out. Prometheus is asked for the stretch before `until_s` where that is given.
+    Several count as one that is like all of them.
 
     Units: seconds; until_s in Unix seconds.
     Raises: UsageError if the server, its data or what was asked of it is not as it must be, or
         too few tokens were brought out.
     """
     span = span_of(since_s, step_s, until_s)
-    with Prometheus(url, headers=headers, verify=verify) as server:
-        chosen = choose(server, span, Selection(model, None, labels or {}))
+    with of.connected() as server:
+        chosen = choose(server, span, of.asked)
         seconds, tokens = _tokens(server, span, chosen)
         running = _running(server.over(chosen.query(RUNNING), span), tokens)
         lengths = [_mean_length(server, span, chosen, name) for name in (PROMPT, OUTPUT)]
