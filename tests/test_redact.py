@@ -40,6 +40,9 @@ TEXTS = [
     f"sas={SECRET}",
     f"auth={SECRET}",
     f"hf-tokens={SECRET}",
+    f"curl -u me:{SECRET} http://h/metrics",
+    f"wget --user='me:{SECRET}' http://h",
+    f'["curl", "--proxy-user", "me:{SECRET}", "http://h"]',
 ]
 
 
@@ -65,6 +68,7 @@ def test_a_secret_in_a_text_is_hidden_and_the_rest_stays(text: str) -> None:
         "http://prometheus:9090/api/v1 and s3://bucket/a/b at 12:30",
         "cannot open [/models/qwen]; searching live",
         "image: mine:1@sha256:0123abcd",
+        "docker run -u 1000:1000 --user=0:0 m; curl -u $NAME:$PASS -u me:$PASS h; -u me",
         "prompt_tokens=5 token_ids=[1, 2] num_tokens=7",
     ],
 )
@@ -82,7 +86,7 @@ def test_any_text_can_be_shown_twice(text: str) -> None:
     "part",
     [
         *("a", "a=", "token=", "://", "://a@", "'a':", "x-auth: ", "token=[", "'token':'"),
-        *("a:", "token='", "eyJ", "eyJaaaaaaaa.", "Bearer ", "hf_", "?key="),
+        *("a:", "token='", "eyJ", "eyJaaaaaaaa.", "Bearer ", "hf_", "?key=", "-u a"),
     ],
 )
 def test_a_long_text_takes_no_longer_for_its_form(part: str) -> None:

@@ -36,6 +36,14 @@ _AFTER_SCHEME = re.compile(r"://[^\s'\"<>]*")
 _LOGIN_ALONE = re.compile(
     r"(?<![^\s'\"=(])[\w.-]{1,64}:[^\s/@'\"<>]{1,256}(?=@(?!sha256:)[\w.-])"
 )
+# What curl and its like log in with; a number for each is who a container runs as.
+LOGIN_OPTIONS: Final = frozenset({"-u", "--user", "--proxy-user"})
+"""Options before a login as `NAME:PASSWORD`. Source: curl, `curl --help auth`."""
+_LOGIN_BEHIND = re.compile(
+    r"(?<![\w-])(?:-u|--(?:proxy-)?user)(?:=|['\"]?,?[ \t]{1,3})['\"]?"
+    r"(?!\d{1,10}:\d{1,10}(?!\w))[^\s:'\",<$=]{1,64}:(?!//)"
+    r"(?P<value>[^\s'\",<$][^\s'\",]{0,255})"
+)
 _NAMED = re.compile(
     r"(?P<mark>[?&]|\b)(?P<name>[\w.-]{1,64})="
     r"|(?P<quote>['\"])(?P<quoted>[\w.-]{1,64})(?P=quote):\s?"
@@ -75,6 +83,17 @@ def is_secret(key: str) -> bool:
         return len(words) == 2 and words[0] in _TOKENS_OF
     named = name in SECRET_KEYS or words[-1] in _SECRET_LAST
     return named or not _SECRET_ANYWHERE.isdisjoint(words)
+
+
+def is_login(word: str) -> bool:
+    """Whether a word behind one of the `LOGIN_OPTIONS` is a name and its password.
+
+    >>> is_login("me:pass"), is_login("1000:1000"), is_login("me:$PASS")
+    (True, False, False)
+    """
+    name, _, password = word.partition(":")
+    is_id = name.isdigit() and password.isdigit()
+    return bool(name and password) and not is_id and not password.startswith(("$", "<", "//"))
 
 
 def redacted(values: Mapping[str, object]) -> dict[str, object]:
@@ -126,7 +145,7 @@ def redacted_text(text: str) -> str:
     'api_key=<redacted>, max_num_batched_tokens=512, Authorization: <redacted>'
     """
     text = _AFTER_SCHEME.sub(_without_login, text)
-    text = _LOGIN_ALONE.sub(REDACTED, text)
+    text = _LOGIN_ALONE.sub(REDACTED, _LOGIN_BEHIND.sub(_without_value, text))
     text = _HEADER.sub(_without_value, _without_named(text))
     return _BY_FORM.sub(REDACTED, text)
 

@@ -26,6 +26,7 @@ PLACES = [
     lambda secret: ["sh", "-c", f"vllm serve m --api-key a5ecret '{secret}' --port 1"],
     lambda secret: {"command": f"vllm serve m --api-key \\\n  '{secret}' \\\n  --port 1"},
     lambda secret: ["sh", "-c", f"export HF_TOKEN='{secret}' && exec vllm serve m"],
+    lambda secret: ["curl", "-u", f"me:{secret}", "http://h"],
     lambda secret: {"kind": "Secret", "stringData": {"any": secret}},
     lambda secret: {"value": f'--hf-overrides={{"api_key": "{secret}"}}'},
 ]

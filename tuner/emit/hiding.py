@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from tuner.emit.script import commands, starts
-from tuner.redact import REDACTED, is_secret, redacted, redacted_text
+from tuner.redact import LOGIN_OPTIONS, REDACTED, is_login, is_secret, redacted, redacted_text
 
 _FLAG: Final = re.compile(
     r"--(?P<key>[\w-]+)['\"]?(?:=|,?[ \t]+)['\"]?(?P<value>(?!\\$)[^\s'\",\]]+)"
@@ -190,8 +190,11 @@ def _note(values: Sequence[str] | Iterator[str], found: Secrets) -> None:
 
 def _behind_names(words: Sequence[str]) -> Iterator[str]:
     """Yield the words behind a flag that names a secret, and the values of variables."""
-    taken = 0
+    taken, before = 0, ""
     for word in words:
+        if before in LOGIN_OPTIONS and is_login(word):
+            yield word
+        before = word
         name, equals, value = word.partition("=")
         key = name.lstrip("-").replace("_", "-")
         if equals and _NAME.fullmatch(key) and is_secret(key):
