@@ -252,6 +252,19 @@ def test_somebody_is_always_left(
     assert found.contenders(CURRENT, confidence)[-1] == CURRENT
 
 
+@pytest.mark.parametrize("confidence", [0.0, 0.5, 1.0])
+def test_somebody_is_left_where_each_bears_the_load_in_half_of_the_draws(
+    confidence: float,
+) -> None:
+    """And where most draws say of each that another bears more."""
+    settings = [EngineLimits(cap, 2048) for cap in (16, 8, 4, 2)]
+    loads = [np.roll([0.8, 0.9, 1.1, 1.1], first) for first in range(4)]
+    here = np.stack([np.ones((4, 4)), np.full((4, 4), 0.5), np.array(loads)], axis=-1)
+    found = Draws.of(settings, [score(1.0, slo=0.5)] * 4, here)
+    assert found.decide(CURRENT, confidence).winner in settings
+    assert found.contenders(CURRENT, confidence)[-1] == CURRENT
+
+
 def test_where_nothing_sustains_the_load_the_shorter_tail_wins() -> None:
     found = draws(score(30.0, load=3.0), score(9.0, load=1.5)).decide(CURRENT)
     assert (found.winner, found.metric) == (OTHER, "e2e_p99")

@@ -427,9 +427,12 @@ class Draws:
         # Who may keep the SLOs is asked for with less; that is no surer of the load.
         surely = max(confidence, 1 - confidence)
         used, bears = bounds.max(axis=2), np.ones(len(self.settings), dtype=np.bool_)
-        if (sustains >= surely).any():
-            nearest = used[:, sustains >= surely].min(axis=1, keepdims=True)
-            bears = (sustains > 1 - surely) | ((used > nearest).mean(axis=0) <= LIKELY)
+        sure = sustains >= surely
+        if sure.any():
+            nearest = used[:, sure].min(axis=1, keepdims=True)
+            may = (sustains > 1 - surely) | ((used > nearest).mean(axis=0) <= LIKELY)
+            # Asked for no more than an even chance one surely does and surely does not.
+            bears = sure | may
         field: Bools = bears & (meets >= confidence)
         if field.any():
             return field, COST, self.metric
