@@ -50,7 +50,7 @@ from tuner.shadow.speed import MoodSpreads, Speed, Visited
 from tuner.shadow.step_model import StepModel
 from tuner.traffic.resample import at_load
 from tuner.traffic.traces import Trace
-from tuner.traffic.windows import Window, busiest, whole
+from tuner.traffic.windows import INSTANT_S, Window, busiest, whole
 
 # The share of the budget that calibrating may take, and where nothing is raced: ours; mostly it
 # ends before.
@@ -181,7 +181,7 @@ def replay_longer(
     """
     context, each_s = runner.context, time_s / len(settings)
     trace = predicted_part(context.trace, context.aim)
-    length_s = min(each_s / pilot_rate, max(trace.duration_s, 1e-3))
+    length_s = min(each_s / pilot_rate, max(trace.duration_s, INSTANT_S))
     piece = busiest(trace, length_s).of(trace)
     workload = Workload.of_piece(piece, replace(context.aim.plan, load=1.0), context.aim)
     with context.stopwatch.stage("calibrate"):
@@ -227,7 +227,7 @@ class Blocks:
         share = LOADED_REQUESTS / len(self.trace)
         self._few = self.trace
         if self.tells_capacity and share < 1:
-            length_s = max(share * self.trace.duration_s, 1e-3)
+            length_s = max(share * self.trace.duration_s, INSTANT_S)
             self._few = busiest(self.trace, length_s).of(self.trace)
 
     @classmethod

@@ -30,7 +30,7 @@ from tuner.search.budget import (
     window_text,
 )
 from tuner.shadow.predictor import Predictor
-from tuner.traffic.windows import Window, busiest, whole
+from tuner.traffic.windows import INSTANT_S, Window, busiest, whole
 
 Observe = Callable[[EngineLimits, ReplayLog], None]
 """What receives the steps of a replay at the limits."""
@@ -183,7 +183,7 @@ def fly_pilot(runner: TrialRunner, observe: Observe | None = None) -> float:
             f"the engine computed nothing in {measured.wall_s:.0f} s of the trace",
             "give --budget more, or look at the engine's log",
         )
-    rate = measured.wall_s / (done * max(pilot.duration_s, 1e-3))
+    rate = measured.wall_s / (done * max(pilot.duration_s, INSTANT_S))
     context.listener.note(f"pilot: a second of the trace costs {rate:.2g} s here")
     return rate
 

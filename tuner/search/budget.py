@@ -163,7 +163,8 @@ def outlook(
             f"outlook: the time of {budget.total_s:.0f} s is spent before calibrating; "
             f"--budget {math.ceil(needed_s / 60)}m holds that, a race and cold engines"
         )
-    rounds = int(race_s / round_s) if round_s > 0 else MAX_ROUNDS_SHOWN
+    most_s = MAX_ROUNDS_SHOWN * round_s
+    rounds = MAX_ROUNDS_SHOWN if race_s >= most_s else int(race_s / round_s)
     cost = (
         f"outlook: calibrating takes up to {calibration_s:.0f} s of the {left_s:.0f} s left, "
         f"then a replay of the window takes about {replay_s:.3g} s"
@@ -173,7 +174,6 @@ def outlook(
             f"{cost}: a stretch of it will race; --budget {math.ceil(needed_s / 60)}m would "
             "race all of it, --window peak:LENGTH says which stretch"
         )
-    rounds = min(rounds, MAX_ROUNDS_SHOWN)
     if race_s < 3 * round_s + cold_s + round_s:
         return (
             f"{cost}: {rounds} rounds of two settings fit, cold engines may not; "

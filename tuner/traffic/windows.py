@@ -10,6 +10,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Final
 
 import numpy as np
 
@@ -148,9 +149,13 @@ def parse_window(text: str) -> WindowChoice:
     return WindowChoice(WindowKind(first), length_s=end_s)
 
 
+INSTANT_S: Final = 1e-3
+"""Ours: how much of a trace's time requests take that all come at once; it has a price then."""
+
+
 def whole(trace: Trace) -> Window:
     """Return the window that holds every request; it ends just past the last due time."""
-    return Window(0.0, float(np.nextafter(trace.due_s[-1], math.inf)))
+    return Window(0.0, max(float(np.nextafter(trace.due_s[-1], math.inf)), INSTANT_S))
 
 
 def busiest(trace: Trace, length_s: float) -> Window:
