@@ -146,6 +146,8 @@ def test_a_window_that_does_not_fit_gives_way_to_its_busiest_stretch() -> None:
 @pytest.mark.parametrize(
     ("replay_s", "words"),
     [
+        (0.0, "8 rounds of two settings and cold engines fit"),
+        (5e-324, "8 rounds of two settings and cold engines fit"),
         (5.0, "8 rounds of two settings and cold engines fit"),
         (30.0, "2 rounds of two settings fit, cold engines may not; --budget 7m holds both"),
         (154.0, "a stretch of it will race; --budget 31m would race all of it"),

@@ -74,6 +74,13 @@ def test_the_whole_window_holds_the_last_request() -> None:
     assert len(whole(a_trace([0.0])).of(a_trace([0.0]))) == 1
 
 
+def test_requests_that_come_at_once_are_a_window_whatever_part_is_wanted() -> None:
+    batch = a_trace([0.0] * 40)
+    for window in (whole(batch), least_window(batch), busiest(batch, 1e-9)):
+        assert len(window.of(batch)) == 40
+    assert whole(batch).length_s * 1e6 > 1
+
+
 def test_the_busiest_window_counts_tokens_and_not_requests() -> None:
     trace = a_trace([0.0, 0.1, 0.2, 50.0, 100.0], [9, 9, 9, 5000, 9])
     window = parse_window("peak:10s").resolve(trace)

@@ -13,7 +13,6 @@ from typing import Any, Final
 from tuner.emit import aibrix, compose, flags, kserve, kubernetes, llm_d, production_stack, vllm
 from tuner.emit.edits import last_value
 from tuner.emit.merge import Merged, edit_named, merge, read_documents
-from tuner.emit.models import other_model
 from tuner.emit.names import Format, PatchKind
 from tuner.emit.patch import Patched, patch
 from tuner.emit.recommendation import API_KEY, API_KEY_ENV, Recommendation, with_evidence
@@ -261,7 +260,4 @@ def _texts(
 def _edited(
     target: Target, rec: Recommendation, names: Names, documents: list[Any]
 ) -> list[str]:
-    """Edit documents as a target's are, and return what has to be said."""
-    if target.edit is None:
-        return []
-    return [*target.edit(documents, rec, names), *other_model(documents, rec)]
+    return [] if target.edit is None else target.edit(documents, rec, names)

@@ -107,7 +107,7 @@ def choose_windows(
 
 def least_window(trace: Trace, least: int = MIN_REQUESTS) -> Window:
     """Return the busiest stretch with about as few requests as show anything, or so many."""
-    return busiest(trace, trace.duration_s * least / len(trace))
+    return busiest(trace, whole(trace).length_s * least / len(trace))
 
 
 def warmed(window: Window) -> Window:
