@@ -200,7 +200,7 @@ def compare(**params: Any) -> int:
 @prometheus_options("6h")
 @traffic_options("Part of the current traffic to predict, if all of it has shifted")
 @click.pass_context
-def check(ctx: click.Context, **params: Any) -> int:
+def check(ctx: click.Context, /, **params: Any) -> int:
     """Say whether traffic has shifted, and whether a re-tune would pay.
 
     Compares rate, bursts, lengths, requests in flight and prefix reuse with what the

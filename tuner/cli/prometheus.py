@@ -18,7 +18,6 @@ from tuner.traffic.prometheus.token_times import TokenTimes, token_times
 from tuner.traffic.sampling import MAX_REQUESTS
 from tuner.traffic.traces import Trace
 
-
 _OF_A_QUERY: Final = {
     "since": "--since",
     "step": "--step",

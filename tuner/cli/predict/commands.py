@@ -320,7 +320,7 @@ profile.add_command(derive)
 @prometheus_options("1h")
 @traffic_options()
 @click.pass_context
-def calibrate(ctx: click.Context, **params: Any) -> int:
+def calibrate(ctx: click.Context, /, **params: Any) -> int:
     """Correct a profile by what production does.
 
     By a point of its metrics every step takes as much longer as a token did; by recorded steps
