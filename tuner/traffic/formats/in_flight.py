@@ -73,6 +73,21 @@ def matches(head: bytes) -> bool:
     return _has_columns(header_names(head))
 
 
+def _header(path: Path) -> list[str]:
+    """Return the names of the columns. Raises: TraceError if they are of no such recording."""
+    with path.open("rb") as file:
+        names = header_names(file.readline(_HEADER_BYTES))
+    if not _has_columns(names):
+        raise line_error(
+            path,
+            1,
+            f"must have a column {', '.join(TIMES[:-1])} or {TIMES[-1]} and one of {IN_FLIGHT} "
+            f"or {RUNNING}, got {shown(', '.join(names))}",
+            "name the columns so: readings of a clock, and of requests in flight",
+        )
+    return names
+
+
 def _has_columns(names: Collection[str]) -> bool:
     return (IN_FLIGHT in names or RUNNING in names) and any(name in names for name in TIMES)
 
@@ -145,16 +160,7 @@ def read_in_flight(path: Path, options: ReadOptions) -> InFlightReadings:
 
     Raises: TraceError that names the first wrong line, or if nothing was ever in flight.
     """
-    with path.open("rb") as file:
-        names = header_names(file.readline(_HEADER_BYTES))
-    if not _has_columns(names):
-        raise line_error(
-            path,
-            1,
-            f"must have a column {', '.join(TIMES[:-1])} or {TIMES[-1]} and one of {IN_FLIGHT} "
-            f"or {RUNNING}, got {shown(', '.join(names))}",
-            "name the columns so: readings of a clock, and of requests in flight",
-        )
+    names = _header(path)
     time = next(name for name in TIMES if name in names)
     place = names.index(time)
     is_wall = time != TIME_S and not _is_number(first_value(path, place))
