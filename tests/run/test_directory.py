@@ -44,6 +44,13 @@ def test_a_new_run_writes_over_no_file_of_somebody_else(tmp_path: Path, name: st
     assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [(name, "mine")]
 
 
+def test_a_run_that_was_killed_before_it_began_begins_anew_in_its_place(tmp_path: Path) -> None:
+    killed = RunDir(tmp_path / "run", resume=False)
+    (killed.path / "profile.yaml").write_text("given")
+    killed.close()
+    RunDir(tmp_path / "run", resume=False).close()
+
+
 def test_a_place_that_is_no_directory_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot be used: Not a directory"):

@@ -78,8 +78,9 @@ class RunDir:
                 f"{path} holds a run already",
                 f"go on with --resume {path}, or name another --run-dir",
             )
-        there = [] if resume else [name for name in _REPLACED if (path / name).exists()]
-        if there:
+        there = [name for name in _REPLACED if (path / name).exists()]
+        # With a lock beside it, it is of a run that a kill ended at its very start.
+        if there and not resume and not (path / LOCK_FILE).exists():
             raise UsageError(
                 f"{path} holds {', '.join(there)}, in whose place a run would write its own",
                 "name another --run-dir, or move that away",
