@@ -390,13 +390,15 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         deep: bool = False,  # noqa: FBT001, FBT002 - PyYAML's own signature
     ) -> dict[Any, Any]:
         """Return the mapping, or refuse it if a key stands in it twice."""
-        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         mapping = super().construct_mapping(node, deep=deep)
-        for name in names:
-            if name != "<<" and names.count(name) > 1:
+        seen = {"<<"}
+        for key in keys:
+            if key.value in seen and key.value != "<<":
                 raise yaml.constructor.ConstructorError(
-                    problem=f"key {name} stands twice", problem_mark=node.start_mark
+                    problem=f"key {key.value} stands twice", problem_mark=key.start_mark
                 )
+            seen.add(key.value)
         return mapping
 
 

@@ -280,10 +280,11 @@ def test_the_five_options_that_matter_come_first(capsys: Output) -> None:
     assert headings.index("Engine") < headings.index("Search") < headings.index("Goals")
 
 
-def test_the_command_alone_shows_its_help(capsys: Output) -> None:
-    assert run([]) == 0
+@pytest.mark.parametrize("command", [[], ["trace"], ["profile"]])
+def test_a_group_of_commands_alone_shows_its_help(command: list[str], capsys: Output) -> None:
+    assert run(command) == 0
     alone = capsys.readouterr().out
-    assert run(["--help"]) == 0
+    assert run([*command, "--help"]) == 0
     assert capsys.readouterr().out == alone
 
 

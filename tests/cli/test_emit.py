@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from support.emit_files import FILES
 from support.emit_parts import QWEN, a_run_dir, emitted
 from tuner.cli import run
 from tuner.emit.names import Format
@@ -100,3 +101,42 @@ def test_what_cannot_be_written_is_reported(
     out, err = capsys.readouterr()
     assert out == ""
     assert shown in err
+
+
+@pytest.mark.parametrize(
+    ("served", "more", "is_doubted"),
+    [
+        ("Qwen/Qwen2.5-7B-Instruct", [], False),
+        ("/models/qwen2.5-7b-instruct", [], False),
+        ("Qwen/Qwen2.5-7B-Instruct-1M", [], True),
+        ("/mnt/models", [], True),
+        ("/mnt/models", ["--model", "/mnt/models"], False),
+    ],
+)
+@pytest.mark.parametrize("patch", [[], ["--patch"]])
+def test_limits_in_a_file_that_names_another_model_are_doubted(
+    served: str,
+    more: list[str],
+    is_doubted: bool,
+    patch: list[str],
+    tmp_path: Path,
+    capsys: Output,
+) -> None:
+    folder, theirs = str(a_run_dir(tmp_path)), tmp_path / "theirs.yaml"
+    text = FILES[Format.KUBERNETES]
+    assert text.count("Qwen/Qwen2.5-7B-Instruct") == 1
+    theirs.write_text(text.replace("Qwen/Qwen2.5-7B-Instruct", served))
+    words = ["--format", "kubernetes", "--merge", str(theirs), *patch, *more]
+    assert run(["emit", folder, *words]) == 0
+    note = f"note: {theirs} names Qwen/Qwen2.5-7B-Instruct nowhere, for which these limits"
+    assert (note in capsys.readouterr().err) is is_doubted
+
+
+def test_a_file_that_nobody_tuned_is_told_to_be_none(tmp_path: Path, capsys: Output) -> None:
+    tuned, plain = tmp_path / "tuned.yaml", tmp_path / "current.yaml"
+    tuned.write_text(emitted(capsys, str(a_run_dir(tmp_path))))
+    plain.write_text(yaml.safe_dump(yaml.safe_load(tuned.read_text())))
+    for path, said in ((tuned, ""), (plain, f"note: {plain} says nothing of a tuning")):
+        assert run(["emit", str(path), "--format", "args"]) == 0
+        err = capsys.readouterr().err
+        assert err.startswith(said) if said else not err

@@ -274,6 +274,17 @@ def test_the_current_traffic_has_one_source(tmp_path: Path) -> None:
             run_check("--baseline", profile, *given)
 
 
+@pytest.mark.parametrize(
+    "words", [("--since", "6h"), ("--label", "job=vllm"), ("--no-verify",)]
+)
+def test_no_recording_is_cut_by_what_prometheus_is_asked(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
+    profile = str(a_kept_profile(tmp_path))
+    with pytest.raises(UsageError, match=f"{words[0]} is for --prometheus, which is not"):
+        run_check("--baseline", profile, "--trace", "today.jsonl", *words)
+
+
 def test_without_a_prometheus_there_is_no_verdict(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -73,7 +73,7 @@ def test_a_false_in_a_file_is_the_default_as_for_vllm_serve_and_is_told_once(
         ("", "got nothing"),
         ("- a\n", "got a list"),
         ("a: [\n", "line 2"),
-        ("port: 1\nport: 2\n", "port stands twice"),
+        ("port: 1\nport: 2\n", "port stands twice in line 2"),
         ("max_num_seqs: 1\nmax-num-seqs: 2\n", "max-num-seqs stands there twice"),
         (
             "enforce-eager: true\nno-enforce-eager: true\n",

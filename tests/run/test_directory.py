@@ -36,6 +36,21 @@ def test_a_new_run_never_takes_the_place_of_an_old_one(tmp_path: Path) -> None:
     again.close()
 
 
+@pytest.mark.parametrize("name", ["profile.yaml", "result.json", "traffic.json"])
+def test_a_new_run_writes_over_no_file_of_somebody_else(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(UsageError, match=f"holds {name}, in whose place"):
+        RunDir(tmp_path, resume=False)
+    assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [(name, "mine")]
+
+
+def test_a_run_that_was_killed_before_it_began_begins_anew_in_its_place(tmp_path: Path) -> None:
+    killed = RunDir(tmp_path / "run", resume=False)
+    (killed.path / "profile.yaml").write_text("given")
+    killed.close()
+    RunDir(tmp_path / "run", resume=False).close()
+
+
 def test_a_place_that_is_no_directory_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot be used: Not a directory"):
@@ -150,8 +165,8 @@ def test_a_folder_that_was_there_before_stays_and_so_does_all_that_it_held(
     mine, full = tmp_path / "mine", tmp_path / "full"
     for folder in (mine, full):
         folder.mkdir()
-    (full / "profile.yaml").write_text("of another run")
-    for folder, left in ((mine, set()), (full, {".lock", "profile.yaml", "run.json"})):
+    (full / "notes.txt").write_text("of somebody else")
+    for folder, left in ((mine, set()), (full, {".lock", "notes.txt", "run.json"})):
         run_dir = RunDir(folder, resume=False)
         run_dir.write_json("run.json", {})
         run_dir.discard()

@@ -104,6 +104,14 @@ def test_damage_is_told_with_its_key(
     assert shown in refusal(damaged(tmp_path, damage))
 
 
+def test_of_a_run_directory_the_profile_in_it_is_named(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    named = path.rename(tmp_path / "profile.yaml")
+    with pytest.raises(UsageError, match="is a folder, and no profile") as caught:
+        read_profile(tmp_path)
+    assert caught.value.hint == f"the profile in it is {named}"
+
+
 def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path)
     text = path.read_text()
@@ -137,7 +145,7 @@ def test_what_is_no_profile_at_all_is_told(content: bytes, shown: str, tmp_path:
 
 def test_a_missing_file_and_a_folder_are_told(tmp_path: Path) -> None:
     assert "No such file" in refusal(tmp_path / "none.yaml")
-    assert "Is a directory" in refusal(tmp_path)
+    assert "is a folder, and no profile" in refusal(tmp_path)
 
 
 @settings(max_examples=150, deadline=None)

@@ -147,7 +147,7 @@ def test_equal_lengths_mislead_and_mixed_ones_do_not() -> None:
 
 
 def test_long_silences_and_sorted_rows_are_reported() -> None:
-    busy_s = np.arange(0, 10, 0.1)
+    busy_s = np.cumsum(np.tile([0.05, 0.15], 50))
     assert "long_silence" in codes(a_trace(np.concatenate([busy_s, busy_s + 200])))
     assert "long_silence" not in codes(a_trace(busy_s * 1000))
     assert "unsorted" in codes(a_trace(busy_s, notes=ReadNotes(rows=100, moved=3)))
@@ -177,3 +177,11 @@ def test_json_has_the_agreed_keys_and_the_terminal_the_same_facts() -> None:
     lines = shown.lines()
     assert "dropped        2 (output of 0 tokens)" in lines
     assert all(line.isprintable() for line in lines)
+
+
+def test_requests_at_even_distances_are_warned_of() -> None:
+    rng, even = np.random.default_rng(0), np.arange(200) * 0.5
+    assert "even_arrivals" in codes(a_trace(even))
+    assert "even_arrivals" in codes(a_trace(even + rng.uniform(0.0, 0.01, 200)))
+    for due_s in (np.cumsum(rng.exponential(0.5, 200)), np.zeros(200), even[:40]):
+        assert "even_arrivals" not in codes(a_trace(due_s))

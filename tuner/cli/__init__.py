@@ -102,6 +102,9 @@ def run(arguments: list[str]) -> int:  # noqa: PLR0911 - one return per way to e
         return _invoked(arguments)
     except click.exceptions.Exit as leave:
         return leave.exit_code
+    except click.exceptions.NoArgsIsHelpError as asked:
+        click.echo(asked.format_message())
+        return 0
     except click.ClickException as complaint:
         return _reported(as_usage_error(complaint))
     except TunerError as error:

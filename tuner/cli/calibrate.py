@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -74,13 +75,12 @@ class CalibrateOptions:
             )
 
     @classmethod
-    def parse(cls, params: Params) -> Self:
-        """Return what the command line says. Raises: UsageError."""
+    def parse(cls, params: Params, given: Collection[str]) -> Self:
+        """Return what the command line says; `given` are those it names. Raises: UsageError."""
         hint = "name the profile to correct: --profile FILE"
         shadow = ShadowOptions.parse(params, UsageError("--profile is missing", hint))
         if not params["output"]:
             raise UsageError("--output is missing", "name where it goes: --output FILE")
-        url, model = params["prometheus"], params["only_model"]
         return cls(
             shadow=shadow,
             output=profile_at(params["output"]),
@@ -91,7 +91,7 @@ class CalibrateOptions:
             steps=tuple(map(Path, params["steps"])),
             as_json=params["as_json"],
             anchor=None if params["anchor"] is None else Anchor.parse(params["anchor"]),
-            prometheus=None if url is None else PrometheusOptions.parse(params, url, model),
+            prometheus=PrometheusOptions.beside_a_trace(params, given),
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -65,13 +66,13 @@ class CheckOptions:
             )
 
     @classmethod
-    def parse(cls, params: Params) -> Self:
-        """Return what the command line says. Raises: UsageError."""
+    def parse(cls, params: Params, given: Collection[str]) -> Self:
+        """Return what the command line says; `given` are those it names. Raises: UsageError."""
         if not params["baseline"]:
             raise UsageError(
                 "--baseline is missing", "name a run directory, or the profile.yaml of one"
             )
-        traffic, url = TrafficOptions.parse(params), params["prometheus"]
+        traffic = TrafficOptions.parse(params)
         retune = replace(retune_of(params), window=traffic.window, **traffic.settings)
         return cls(
             baseline=Path(params["baseline"]),
@@ -79,9 +80,7 @@ class CheckOptions:
             config=path_of(params["config"]),
             baseline_files=tuple(params["baseline_trace"]),
             traffic=traffic,
-            prometheus=PrometheusOptions.parse(params, url, params["only_model"])
-            if url
-            else None,
+            prometheus=PrometheusOptions.beside_a_trace(params, given),
             retune=retune,
             as_json=params["as_json"],
         )

@@ -199,7 +199,8 @@ def compare(**params: Any) -> int:
 )
 @prometheus_options("6h")
 @traffic_options("Part of the current traffic to predict, if all of it has shifted")
-def check(**params: Any) -> int:
+@click.pass_context
+def check(ctx: click.Context, /, **params: Any) -> int:
     """Say whether traffic has shifted, and whether a re-tune would pay.
 
     Compares rate, bursts, lengths, requests in flight and prefix reuse with what the
@@ -208,7 +209,7 @@ def check(**params: Any) -> int:
     """
     from tuner.cli.check import CheckOptions, run_check
 
-    return run_check(CheckOptions.parse(params))
+    return run_check(CheckOptions.parse(params, given_in(ctx)))
 
 
 @command("doctor", "tune doctor", exits="0 all that is required is there; 2 something is not")

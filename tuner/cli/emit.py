@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -58,6 +59,8 @@ class EmitOptions:
 def run_emit(options: EmitOptions) -> int:
     """Write the file, the patch or the change. Raises: UsageError."""
     rec = read_source(options.source)
+    if not rec.facts:
+        say(f"note: {options.source} says nothing of a tuning: its limits go as they are")
     if options.model:
         rec = rec.with_model(options.model)
     if options.patch is not None:
@@ -92,6 +95,18 @@ def holds_secrets(chosen: Format, rec: Recommendation) -> bool:
     return chosen in (Format.VLLM, Format.VLLM_EXACT) and has_secrets(rec.values)
 
 
+def _doubts(path: Path | None, rec: Recommendation) -> list[str]:
+    """Return that a file may serve another model, where the tuned one has no name in it."""
+    name = re.escape(rec.model.rstrip("/").rpartition("/")[2])
+    text = "" if path is None else path.read_text(encoding="utf-8")
+    if re.search(rf"(?<![\w.-]){name}(?![\w.-])", text, re.IGNORECASE):
+        return []
+    return [
+        f"{path} names {rec.model} nowhere, for which these limits were tuned: another model "
+        "has others; --model says what it is called there"
+    ]
+
+
 def _put(output: Path | None, text: str, *, secret: bool) -> None:
     if output is not None:
         write_atomic(output, text, secret=secret)
@@ -102,7 +117,7 @@ def _put(output: Path | None, text: str, *, secret: bool) -> None:
 def _patch(options: EmitOptions, rec: Recommendation, kind: PatchKind) -> None:
     """Write the patch of the object in the file of --merge. Raises: UsageError."""
     patched = emit_patch(options.merge, options.format, rec, options.names, kind)
-    for line in patched.notes:
+    for line in (*patched.notes, *_doubts(options.merge, rec)):
         say(f"note: {line}")
     _put(options.output, patched.text, secret=False)
 
@@ -110,7 +125,7 @@ def _patch(options: EmitOptions, rec: Recommendation, kind: PatchKind) -> None:
 def _merge(options: EmitOptions, rec: Recommendation, path: Path) -> None:
     """Show the difference and put the file in its place, or nothing if there is none."""
     merged = merge_into(path, options.format, rec, options.names)
-    for line in merged.notes:
+    for line in (*merged.notes, *_doubts(path, rec)):
         say(f"note: {line}")
     if merged.diff:
         say(merged.diff.rstrip("\n"))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 from tuner.cli.options import TOKEN_VARIABLE, Params, path_of
 from tuner.cli.traces import write_described
@@ -19,6 +19,15 @@ from tuner.traffic.prometheus.replicas import one_replica
 from tuner.traffic.prometheus.token_times import TokenTimes, token_times
 from tuner.traffic.sampling import MAX_REQUESTS
 from tuner.traffic.traces import Trace
+
+_OF_A_QUERY: Final = {
+    "since": "--since",
+    "step": "--step",
+    "labels": "--label",
+    "headers": "--header",
+    "token_file": "--token-file",
+    "no_verify": "--no-verify",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +61,24 @@ class PrometheusOptions:
             token_file=path_of(params["token_file"]),
             is_verified=not params["no_verify"],
         )
+
+    @classmethod
+    def beside_a_trace(cls, params: Params, given: Collection[str]) -> Self | None:
+        """Return them where a Prometheus is named, which a recording may be in place of.
+
+        `given` are the parameters that the command line names.
+
+        Raises: UsageError for one of its options without it, which no recording is cut by.
+        """
+        if params["prometheus"]:
+            return cls.parse(params, params["prometheus"], params["only_model"])
+        for name, option in _OF_A_QUERY.items():
+            if name in given:
+                raise UsageError(
+                    f"{option} is for --prometheus, which is not named",
+                    f"leave {option} out; tune trace slice cuts a part out of a recording",
+                )
+        return None
 
     def sampled(
         self,

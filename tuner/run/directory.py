@@ -23,6 +23,7 @@ import msgspec
 from tuner.errors import UsageError
 from tuner.files import lock, write_atomic
 from tuner.redact import redacted_content
+from tuner.traffic.sketch import TRAFFIC_FILE
 
 COMPARE_FILE = "compare.json"
 """The name under which a comparison is kept in a run directory."""
@@ -41,6 +42,8 @@ _BEFORE_ANY_TRIAL = {
     *(LOCK_FILE, ENGINE_LOG, RUN_FILE, PROFILE_FILE, STUDY_FILE),
     *(f"{STUDY_FILE}{ending}" for ending in ("-journal", "-wal", "-shm")),
 }
+# What a run replaces without looking, and which another one, or a user, may have put there.
+_REPLACED = (PROFILE_FILE, RESULT_FILE, TRIALS_FILE, TRAFFIC_FILE, TIMELINES_FILE)
 
 
 def folder_of_run(named: Path) -> Path:
@@ -58,8 +61,8 @@ class RunDir:
     `is_measured` is to be set before the first trial is kept; what was measured is never
     discarded.
 
-    Raises: UsageError if it cannot be made, holds a run already (unless resumed), or is in
-        use by another process.
+    Raises: UsageError if it cannot be made, holds a run already or a file that a run would
+        replace (unless resumed), or is in use by another process.
     """
 
     def __init__(self, path: Path, *, resume: bool) -> None:
@@ -74,6 +77,13 @@ class RunDir:
             raise UsageError(
                 f"{path} holds a run already",
                 f"go on with --resume {path}, or name another --run-dir",
+            )
+        there = [name for name in _REPLACED if (path / name).exists()]
+        # With a lock beside it, it is of a run that a kill ended at its very start.
+        if there and not resume and not (path / LOCK_FILE).exists():
+            raise UsageError(
+                f"{path} holds {', '.join(there)}, in whose place a run would write its own",
+                "name another --run-dir, or move that away",
             )
         self._made = [one for one in (path, *path.parents) if not one.exists()]
         try:

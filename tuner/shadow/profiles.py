@@ -505,6 +505,12 @@ def _load(path: Path) -> object:
                 _REMAKE,
             )
         path = known[path.name]
+    if path.is_dir():
+        inside = path / "profile.yaml"
+        raise UsageError(
+            f"{path} is a folder, and no profile",
+            f"the profile in it is {inside}" if inside.is_file() else _REMAKE,
+        )
     try:
         return parse_yaml(path.read_bytes())
     except OSError as error:

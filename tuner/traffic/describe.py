@@ -60,6 +60,7 @@ def warnings_of(
         _order_warning(trace),
         _clock_warning(trace.due_s),
         _uniform_warning(trace),
+        _even_warning(trace),
         _silence_warning(trace.due_s),
         _latency_warning(in_flight.recorded_ratio),
         _demand_warning(in_flight, largest_cap),
@@ -134,10 +135,21 @@ def _uniform_warning(trace: Trace) -> TraceWarning | None:
     )
 
 
-def _is_uniform(tokens: Ints) -> bool:
-    if tokens.size < MANY_ROWS:
+def _even_warning(trace: Trace) -> TraceWarning | None:
+    gaps = np.diff(trace.due_s)
+    if trace.concurrency is not None or not gaps.any() or not _is_uniform(gaps):
+        return None
+    return TraceWarning(
+        "even_arrivals",
+        "requests come at nearly equal distances: users come in bursts, and what queues behind "
+        "one does not show here",
+    )
+
+
+def _is_uniform(values: Ints | Floats) -> bool:
+    if values.size < MANY_ROWS:
         return False
-    low, high = np.quantile(tokens, (0.1, 0.9))
+    low, high = np.quantile(values, (0.1, 0.9))
     return bool(high <= _UNIFORM_SPREAD * low)
 
 

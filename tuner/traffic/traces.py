@@ -398,7 +398,7 @@ class Trace:
         if self.e2e_s is None or known is None or not known.any():
             raise TraceError(
                 f"{self.source}: the recorded concurrency needs e2e_s, and no row has it",
-                "record e2e_s, or give the concurrency as a number",
+                "record e2e_s, or name a number to keep in flight: --concurrency 16",
             )
         return in_flight_steps(self.due_s[known], self.e2e_s[known])
 

@@ -85,6 +85,7 @@ def test_a_gate_is_written_where_it_is_asked_for(
     ("more", "code", "words"),
     [
         (("-o", "gate.conf", *SLO), 2, "needs --format"),
+        (("--json", "--format", "nginx", *SLO), 2, "both go to standard output"),
         ((), 2, "--slo is missing"),
         (("--slo", "itl_p95=1s"), 2, "--slo is missing"),
         (("--slo", "ttft_p95=1ms"), 3, "would refuse everything"),

@@ -71,6 +71,12 @@ def test_a_fleet_has_as_many_replicas_as_its_busiest_stretch_needs() -> None:
     assert scaled.gpu_hours < fixed.gpu_hours or scaled.breaks
 
 
+def test_a_trace_a_second_longer_than_its_stretches_has_no_stretch_of_one_request() -> None:
+    fixed = planned(in_bursts(*((float(at_s), 6) for at_s in range(201)))).ways[0]
+    assert [one.offered_per_s for one in fixed.stretches] == pytest.approx([6, 6], rel=0.02)
+    assert fixed.slo_attainment_ratio == 1.0
+
+
 def test_a_start_that_takes_longer_than_a_stretch_begins_before_the_trace() -> None:
     found = planned(traffic(6, 22, 6, 14), replace(AIM, start_s=120.0))
     _, by_stretch, _ = found.ways

@@ -187,6 +187,11 @@ def test_readings_out_of_order_are_sorted_and_of_equal_ones_the_last_counts(
             "never has a request in flight for any time, in 1 readings",
         ),
         ("time_s,in_flight\n", "has a header but no requests"),
+        (
+            "at,busy\n0,1\n",
+            "line 1: must have a column time_s, timestamp or time and one of in_flight or "
+            'running, got "at, busy"',
+        ),
         ("time_s,in_flight\n0,1,2\n", "line 2: must have 2 fields, got 3"),
         ("time,in_flight\n2023-13-01 00:00:00,1\n", "line 2: time must look like"),
         (

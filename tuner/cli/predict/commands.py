@@ -319,7 +319,8 @@ profile.add_command(derive)
 )
 @prometheus_options("1h")
 @traffic_options()
-def calibrate(**params: Any) -> int:
+@click.pass_context
+def calibrate(ctx: click.Context, /, **params: Any) -> int:
     """Correct a profile by what production does.
 
     By a point of its metrics every step takes as much longer as a token did; by recorded steps
@@ -330,7 +331,7 @@ def calibrate(**params: Any) -> int:
     """
     from tuner.cli.calibrate import CalibrateOptions, run_calibrate
 
-    return run_calibrate(CalibrateOptions.parse(params))
+    return run_calibrate(CalibrateOptions.parse(params, given_in(ctx)))
 
 
 @command("explain", "tune explain", "tune explain long-prefill", exits=BAD_INPUT)

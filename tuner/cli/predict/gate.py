@@ -58,6 +58,11 @@ class GateOptions:
                 "-o says where a gate is written and needs --format",
                 f"--format, one of {', '.join(GateFormat)}",
             )
+        if params["as_json"] and chosen is not None and output is None:
+            raise UsageError(
+                "--json and --format both go to standard output",
+                f"leave one of them out, or write the gate to a file: -o gate.{chosen}",
+            )
         slos = tuple(params["slo"])
         if not any(slo.metric in ("ttft_s", "tpot_s", "e2e_s") for slo in slos):
             raise UsageError(

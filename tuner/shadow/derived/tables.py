@@ -105,8 +105,8 @@ class Tables:
             if "no KV budget" in told:
                 raise UsageError(
                     f"{place} {of_what}: {told}",
-                    "more of them with --tp, a smaller model, or a smaller token budget in "
-                    "--config",
+                    "more of them with --tp, a smaller model, or in --config a larger "
+                    "gpu-memory-utilization or a smaller token budget",
                 ) from error
             raise UsageError(
                 f"the tables do not know {place}: {told}",

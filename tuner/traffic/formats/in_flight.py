@@ -9,6 +9,7 @@ reading; without them lengths are drawn from another trace.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +24,9 @@ from tuner.traffic.formats.columns import (
     TimeUnit,
     TraceFormat,
     assemble,
+    line_error,
     no_time_unit,
+    shown,
 )
 from tuner.traffic.formats.csv_table import (
     CsvTable,
@@ -67,7 +70,25 @@ class InFlightReadings:
 
 def matches(head: bytes) -> bool:
     """Return whether the header names a clock and requests in flight."""
-    names = header_names(head)
+    return _has_columns(header_names(head))
+
+
+def _header(path: Path) -> list[str]:
+    """Return the names of the columns. Raises: TraceError if they are of no such recording."""
+    with path.open("rb") as file:
+        names = header_names(file.readline(_HEADER_BYTES))
+    if not _has_columns(names):
+        raise line_error(
+            path,
+            1,
+            f"must have a column {', '.join(TIMES[:-1])} or {TIMES[-1]} and one of {IN_FLIGHT} "
+            f"or {RUNNING}, got {shown(', '.join(names))}",
+            "name the columns so: readings of a clock, and of requests in flight",
+        )
+    return names
+
+
+def _has_columns(names: Collection[str]) -> bool:
     return (IN_FLIGHT in names or RUNNING in names) and any(name in names for name in TIMES)
 
 
@@ -139,10 +160,9 @@ def read_in_flight(path: Path, options: ReadOptions) -> InFlightReadings:
 
     Raises: TraceError that names the first wrong line, or if nothing was ever in flight.
     """
-    with path.open("rb") as file:
-        names = header_names(file.readline(_HEADER_BYTES))
-    time = next((name for name in TIMES if name in names), TIME_S)
-    place = names.index(time) if time in names else 0
+    names = _header(path)
+    time = next(name for name in TIMES if name in names)
+    place = names.index(time)
     is_wall = time != TIME_S and not _is_number(first_value(path, place))
     if is_wall or time == TIME_S:
         no_time_unit(path, options)
