@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tuner.errors import TraceError, UsageError
-from tuner.search.budget import window_text
+from tuner.search.budget import least_window, window_text
 from tuner.traffic.resample import at_load
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import (
