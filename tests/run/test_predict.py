@@ -18,7 +18,7 @@ from tuner.replay.plan import ReplayPlan
 from tuner.replay.runner import Failure
 from tuner.run.context import Workload
 from tuner.run.directory import TRIALS_FILE
-from tuner.run.drawing import decide
+from tuner.run.drawing import Drawing
 from tuner.run.predict import Predictions, capacity_per_s, cross_check, offered_per_s, predict
 from tuner.run.sessions.shadow import predict_space
 from tuner.search.budget import Aim
@@ -136,7 +136,8 @@ def test_what_is_as_good_as_the_current_one_does_not_replace_it() -> None:
     """No cap binds at one request in two seconds, neither the current one of 16."""
     trace, space = steady(60, per_s=0.5, prompt=50, output=20), a_space(CURRENT)
     found = predicted(trace, space, ToySource())
-    assert decide(ToyPredictor(a_profile()), found, space).verdict is RaceVerdict.KEEP
+    decided = Drawing(ToyPredictor(a_profile()), found).decide(space.current)
+    assert decided.verdict is RaceVerdict.KEEP
 
 
 def test_a_setting_that_fails_is_an_outcome_and_the_others_are_ranked() -> None:

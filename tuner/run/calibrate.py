@@ -31,7 +31,7 @@ from tuner.replay.metrics import Measurement
 from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.replay.process import EngineStart
 from tuner.run.context import TRACE, Workload
-from tuner.run.drawing import contend
+from tuner.run.drawing import Drawing
 from tuner.run.journal import Round
 from tuner.run.predict import predict
 from tuner.run.rounds import STEPS, Steps, predicted_part, share_round, unpacked
@@ -373,9 +373,9 @@ class Blocks:
         predicted = predict(deployed, space, self._decided_on(deployed))
         if not isinstance(predicted.outcomes[current], Measurement):
             return [], math.inf
-        confidence = context.aim.confidence
         try:
-            found = contend(deployed, predicted, current, CONTENDERS, BLOCK_DRAWS, confidence)
+            drawing = Drawing(deployed, predicted)
+            found = drawing.contend(current, CONTENDERS, BLOCK_DRAWS, context.aim.confidence)
         except NoFeasibleConfigError:
             return [], math.inf  # what all of them break is told once they are predicted
         settings, widest = [*found.settings, current], space.ceiling.max_num_seqs

@@ -24,7 +24,7 @@ from tuner.replay.metrics import Measurement
 from tuner.replay.runner import Failure
 from tuner.replay.series import TimelineRecord, timeline_record
 from tuner.run.context import RunContext, Workload
-from tuner.run.drawing import DRAWS, FEW_DRAWS, draw
+from tuner.run.drawing import DRAWS, FEW_DRAWS, Drawing
 from tuner.run.evidence import change_bounds
 from tuner.run.journal import Round
 from tuner.run.predict import DISAGREEMENT, Foretold, at_own_speed
@@ -141,8 +141,8 @@ class PredictedEvidence:
         for limits in failed:
             outcomes[limits] = Failure("it failed in its live replay")
         predictions = replace(predictions, outcomes=outcomes)
-        known = self.unexplained()
-        return draw(predictor.as_deployed(), predictions, settings, count, known)
+        drawing = Drawing(predictor.as_deployed(), predictions)
+        return drawing.draws(settings, count, self.unexplained())
 
     def _trials(self) -> list[Trial]:
         settings = self.settings()

@@ -14,7 +14,7 @@ from tuner.run.calibrate import Blocks, replay_longer
 from tuner.run.cold import start_all
 from tuner.run.context import WINDOW, RunContext, Workload
 from tuner.run.directory import PROFILE_FILE
-from tuner.run.drawing import Deployed, contend, predict_deployed
+from tuner.run.drawing import Deployed, Drawing, predict_deployed
 from tuner.run.evidence import KV_FULL_RATIO
 from tuner.run.options import Method
 from tuner.run.predict import DISAGREEMENT, Differences, Foretold, Predictions, cross_check
@@ -159,12 +159,8 @@ class PredictedSearch:
         context, predictor = self.context, self.learning.predictor_of(profile)
         self.foretold = known = predict_space(context, predictor)
         with context.stopwatch.stage("draw"):
-            found = contend(
-                predictor.as_deployed(),
-                known.predictions,
-                context.space.current,
-                confidence=context.aim.confidence,
-            )
+            drawing = Drawing(predictor.as_deployed(), known.predictions)
+            found = drawing.contend(context.space.current, confidence=context.aim.confidence)
         context.listener.note(
             f"{predicted_text(context, known.predictions)}; could be the best: "
             f"{', '.join(map(str, found.settings)) or 'only the current one'}"

@@ -15,7 +15,7 @@ from tuner.errors import Caveat, EngineError, ShadowError, TooFewSamplesError
 from tuner.replay.metrics import Measurement
 from tuner.replay.series import timeline_record
 from tuner.run.context import RunContext, Workload
-from tuner.run.drawing import decide
+from tuner.run.drawing import Drawing
 from tuner.run.knobs.advice import advise
 from tuner.run.knobs.records import KnobAdvice
 from tuner.run.loads import clients
@@ -107,12 +107,8 @@ def decide_predicted(context: RunContext, known: Foretold) -> RaceDecision:
     Raises: ShadowError, UsageError; NoFeasibleConfigError if every setting fails.
     """
     with context.stopwatch.stage("draw"):
-        return decide(
-            known.predictor.as_deployed(),
-            known.predictions,
-            context.space,
-            confidence=context.aim.confidence,
-        )
+        drawing = Drawing(known.predictor.as_deployed(), known.predictions)
+        return drawing.decide(context.space.current, confidence=context.aim.confidence)
 
 
 def _starting_limits() -> list[EngineLimits]:
