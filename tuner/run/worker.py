@@ -44,8 +44,8 @@ def work(
     note: Callable[[str], None],
     source: EngineSource | None = None,
     config: Path | None = None,
-) -> int:
-    """Replay rounds of the run in a folder until it is over, and note why; return how many.
+) -> None:
+    """Replay rounds of the run in a folder until it is over; note how many, and why it ends.
 
     `files` are its trace on this machine and `config` its configuration, none where they lie at
     the same place.
@@ -69,9 +69,9 @@ def work(
             live = source or LiveSource(options.is_greedy)
             with EngineProcess(live, log, options.start_timeout_s) as host:
                 done = _started(host, record, prepared, journal, note).work()
+        note(f"{done} rounds were replayed here")
         if why := _ENDED.get(journal.state):
             note(why.format(folder=folder))
-        return done
     finally:
         journal.close()
 
