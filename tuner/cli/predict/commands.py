@@ -25,6 +25,7 @@ from tuner.cli.options import (
     given_in,
     loads_option,
     one_setting,
+    path_of,
     predicted_options,
     prometheus_options,
     router_option,
@@ -127,9 +128,11 @@ def explore(**params: Any) -> int:
     Latency and throughput over both limits and load, on one page that needs no network.
     Predicted from a profile; no engine is started.
     """
-    from tuner.cli.predict.explore import ExploreOptions, run_explore
+    from tuner.cli.predict.explore import run_explore
+    from tuner.cli.predict.options import LoadsOptions
 
-    return run_explore(ExploreOptions.parse(params))
+    output = path_of(params["output"])
+    return run_explore(LoadsOptions.parse(params), output, as_json=params["as_json"])
 
 
 @command(
