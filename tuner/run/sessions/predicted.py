@@ -102,7 +102,7 @@ class PredictedSearch:
                 calibrator = self.learning.begin(started)
                 is_alone = self.method is Method.CALIBRATED
                 parts = (self.runner, calibrator, self.learning.predictor_of)
-                blocks = Blocks.of(*parts, are_alone=is_alone, tells_capacity=self.is_compared)
+                blocks = Blocks(*parts, are_alone=is_alone, tells_capacity=self.is_compared)
                 self.rate = blocks.calibrate()
                 profile = self.learning.fitted()
             profile = self.learning.compared(profile)
