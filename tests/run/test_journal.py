@@ -19,7 +19,7 @@ from tuner.errors import StorageError, UsageError
 from tuner.run.directory import TRIALS_FILE, RunDir
 from tuner.run.journal import Journal, Round, open_journal
 from tuner.search.objective import Score, Tier
-from tuner.search.trials import Phase, Recorded, Trial, race_records
+from tuner.search.trials import Phase, Trial, race_records
 from tuner.traffic.windows import Window
 
 LIMITS = EngineLimits(8, 1024)
@@ -42,7 +42,7 @@ def kept(journal: Journal, score: Score, phase: Phase = Phase.LADDER, round_: in
     number = journal.begin(LIMITS)
     measured = None if score.tier is Tier.FAILED else MEASURED
     record = Trial.of(number, LIMITS, phase, round_, score, measured, "why")
-    journal.finish(number, record, {"ttft_p99": -0.25})
+    journal.finish(number, record)
     return number
 
 
@@ -117,11 +117,11 @@ def a_round(number: int, *settings: EngineLimits, phase: Phase = Phase.RACE) -> 
     return Round(phase, number, chosen, (30.0,) * len(chosen), (Window(0.0, 10.0),), 1.0)
 
 
-def replays_of(one: Round, value: float = 1.5) -> list[Recorded]:
+def replays_of(one: Round, value: float = 1.5) -> list[Trial]:
     """Return what a worker measured."""
     score = Score(Tier.GOOD, value, "e2e_p99")
     return [
-        (Trial.of(0, s, one.phase, one.number, score, MEASURED, attempt="w"), {})
+        Trial.of(0, s, one.phase, one.number, score, MEASURED, attempt="w")
         for s in one.settings
     ]
 
@@ -282,13 +282,6 @@ def test_whoever_dies_each_round_is_measured_exactly_once(
     assert set(main.rounds(Phase.RACE)) == wanted
 
 
-def test_a_record_of_a_replay_without_decode_steps_is_read(url: str) -> None:
-    record = Trial.of(0, LIMITS, Phase.CURRENT, 0, GOOD, {"decode_step_s": None})
-    seen = record.observation
-    assert (seen.decode_step_s, seen.peak_running) == (None, 0)
-    assert url
-
-
 def test_what_could_not_be_kept_as_the_storage_was_away_gets_a_number_of_its_own(
     url: str,
 ) -> None:
@@ -298,8 +291,7 @@ def test_what_could_not_be_kept_as_the_storage_was_away_gets_a_number_of_its_own
     journal.close()
     again = Journal(url, must_exist=True)
     lost = Trial.of(number, LIMITS, Phase.LADDER, 0, GOOD, MEASURED, "why")
-    file = [*((one, {}) for one in again.records()), (lost, {"ttft_p99": -0.25})]
-    assert again.restore(file) == {number}
+    assert again.restore([*again.records(), lost]) == {number}
     assert [record.number for record in again.records()] == [0, number + 1]
     assert replace(again.records()[1], number=number) == lost
 
@@ -372,12 +364,11 @@ def test_a_study_made_anew_from_its_records_is_the_same_study(tmp_path: Path) ->
     kept(first, Score(Tier.CUT, math.inf, "cut short"))
     kept(first, FAILED)
     kept(first, Score(Tier.NOT_SUSTAINED, 0.1 + 0.2, "requests_per_s", (("e2e_p99", 2.5),)))
-    first.add([(Trial.of(0, LIMITS, Phase.SHADOW, 0, GOOD, MEASURED, prediction=1), {})])
+    first.add([Trial.of(0, LIMITS, Phase.SHADOW, 0, GOOD, MEASURED, prediction=1)])
     for round_ in (1, 2):
         kept(first, GOOD, Phase.RACE, round_)
     records = first.records()
-    trials = [(record, {"ttft_p99": -0.25}) for record in records]
-    assert second.restore(trials) == {record.number for record in records}
+    assert second.restore(records) == {record.number for record in records}
     assert second.records() == records
     assert second.observations() == first.observations()
     assert second.race_runs() == first.race_runs()
@@ -390,5 +381,5 @@ def test_a_study_made_anew_from_its_records_is_the_same_study(tmp_path: Path) ->
             )
             assert mine.values == theirs.values
     # What it holds is not added again, and the next trial has a number of its own.
-    assert second.restore(trials) == set()
+    assert second.restore(records) == set()
     assert kept(second, GOOD) == kept(first, GOOD) == records[-1].number + 1

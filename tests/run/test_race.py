@@ -196,7 +196,7 @@ def test_a_round_that_a_worker_made_of_others_is_not_made_again(tmp_path: Path) 
                 assert claimed is not None
                 made = [t for t in run.context.journal.records() if t.race_round == 1]
                 again = [
-                    (replace(t, race_round=2, attempt="worker"), dict[str, float]())
+                    replace(t, race_round=2, attempt="worker")
                     for t in made
                     if t.limits in {BETTER, CURRENT}
                 ]

@@ -17,7 +17,7 @@ from tuner.errors import StorageError
 from tuner.run import storage
 from tuner.run.journal import Journal, Round
 from tuner.search.objective import Score, Tier
-from tuner.search.trials import Phase, Recorded, Trial
+from tuner.search.trials import Phase, Trial
 from tuner.traffic.windows import Window
 
 LIMITS = EngineLimits(8, 1024)
@@ -51,7 +51,7 @@ def a_record(number: int, phase: Phase = Phase.LADDER) -> Trial:
     return Trial.of(number, LIMITS, phase, 0, GOOD, {}, "why", attempt="a")
 
 
-TWICE: list[Recorded] = [(a_record(0, Phase.RACE), {})] * 2
+TWICE = [a_record(0, Phase.RACE)] * 2
 
 
 @pytest.mark.slow
@@ -63,7 +63,7 @@ def test_a_server_that_restarts_is_waited_for_in_whatever_is_asked_of_it(
     with away(own, 1.0):
         number = journal.begin(LIMITS)
     with away(own, 1.0):
-        assert journal.finish(number, a_record(number), {"ttft_p99": -0.5})
+        assert journal.finish(number, a_record(number))
     with away(own, 1.0):
         journal.offer([a_round(1), a_round(2)])
     with away(own, 1.0):
@@ -72,7 +72,7 @@ def test_a_server_that_restarts_is_waited_for_in_whatever_is_asked_of_it(
     with away(own, 1.0):
         assert journal.finish_round(claimed[0], TWICE)
     with away(own, 1.0):
-        journal.add([(a_record(0, Phase.SHADOW), {})])
+        journal.add([a_record(0, Phase.SHADOW)])
     with away(own, 1.0):
         journal.withdraw(Phase.RACE)
     with away(own, 1.0):

@@ -96,7 +96,7 @@ def predicted(trace: Trace, grid: list[EngineLimits], first: int) -> list[dict[s
         msgspec.to_builtins(
             judged(
                 number, limits, Phase.SHADOW, measure([replay_toy(trace, limits, source)]), goal
-            )[0]
+            )
         )
         for number, limits in enumerate(grid, start=first)
     ]
