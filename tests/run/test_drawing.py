@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from support.optional import not_none
 from support.paths import ROOT
 from support.run_parts import a_profile, a_space
 from support.shadow_parts import a_shape
@@ -104,8 +105,7 @@ def test_who_could_be_the_best_is_one_of_each_kind_with_what_choosing_now_loses(
     predictor, found = predicted(traffic(0, 700, 8.0), wrong_ratio=0.03)
     unsure = predictor_of(wrong_ratio=0.5)
     seen = {o.limits: o for o in found.observations}
-    best = leader(found.observations)
-    assert best is not None
+    best = not_none(leader(found.observations))
     sure, open_ = (Drawing(p, found).contend(CURRENT) for p in (predictor, unsure))
     assert any(alike(best, seen[limits]) for limits in sure.settings)
     assert sure.loss < 0.02 < open_.loss
@@ -118,12 +118,10 @@ def test_who_could_be_the_best_is_one_of_each_kind_with_what_choosing_now_loses(
 def test_beside_one_that_may_break_an_slo_stands_one_that_surely_keeps_it() -> None:
     trace = traffic(0, 700, 8.0)
     _, unbound = predicted(trace)
-    best = leader(unbound.observations)
-    assert best is not None
+    best = not_none(leader(unbound.observations))
     fastest = unbound.outcomes[best.limits]
     assert isinstance(fastest, Measurement)
-    tail_s = fastest.latency("tpot_s", "p95")
-    assert tail_s is not None
+    tail_s = not_none(fastest.latency("tpot_s", "p95"))
     bound = Slo.parse(f"tpot_p95={1.01 * tail_s:.5f}s")
     predictor, found = predicted(trace, Aim(Objective.BALANCED, (bound,), ReplayPlan(), None))
     inside = [found.outcomes[s] for s in Drawing(predictor, found).contend(CURRENT).settings]
@@ -237,8 +235,7 @@ def told_of(trace: Trace) -> tuple[float, float, float]:
     aim = Aim(Objective.CAPACITY, BEARS, ReplayPlan(), None)
     workload = Workload.of("trace", trace, (whole(trace),), aim)
     told = borne(trace)
-    lies = draw_capacity(predictor_of(), workload, CURRENT, told)
-    assert lies is not None
+    lies = not_none(draw_capacity(predictor_of(), workload, CURRENT, told))
     return told, *lies
 
 

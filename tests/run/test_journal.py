@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from optuna.trial import TrialState
 from sqlalchemy import text
 
+from support.optional import not_none
 from tuner.engine.limits import EngineLimits
 from tuner.errors import StorageError, UsageError
 from tuner.run.directory import TRIALS_FILE, RunDir
@@ -129,8 +130,7 @@ def replays_of(one: Round, value: float = 1.5) -> list[Trial]:
 def die(journal: Journal, number: int) -> None:
     """Let the heart of a claim have stopped long ago, without waiting for it."""
     _, heart = journal._held.pop(number)
-    assert heart is not None
-    heart.stop()
+    not_none(heart).stop()
     with journal._storage.engine.begin() as connection:
         connection.execute(
             text(
@@ -157,8 +157,7 @@ def test_the_replays_of_a_round_count_together_and_have_numbers_of_their_own(url
     main, worker = Journal(url), Journal(url, join=True)
     kept(main, GOOD)
     main.offer([a_round(2)])
-    claimed = worker.claim(Phase.RACE)
-    assert claimed is not None
+    claimed = not_none(worker.claim(Phase.RACE))
     number, one = claimed
     # As a worker that was killed while it wrote them.
     worker.add(replays_of(one), part_of=number)
@@ -174,13 +173,11 @@ def test_the_replays_of_a_round_count_together_and_have_numbers_of_their_own(url
 def test_a_round_whose_process_died_is_given_to_another_and_counts_once(url: str) -> None:
     main, doomed, other = Journal(url), Journal(url, join=True), Journal(url, join=True)
     main.offer([a_round(2)])
-    claimed = doomed.claim(Phase.RACE)
-    assert claimed is not None
+    claimed = not_none(doomed.claim(Phase.RACE))
     doomed.add(replays_of(claimed[1], value=9.0)[:1], part_of=claimed[0])
     die(doomed, claimed[0])
     assert (main.give_back_stale(), main.give_back_stale()) == (1, 0)
-    again = other.claim(Phase.RACE)
-    assert again is not None
+    again = not_none(other.claim(Phase.RACE))
     assert again[1] == claimed[1]
     assert other.finish_round(again[0], replays_of(again[1], value=2.0))
     assert [r.value for r in main.records()] == [2.0, 2.0]
@@ -190,8 +187,7 @@ def test_a_round_whose_process_died_is_given_to_another_and_counts_once(url: str
 def test_who_was_given_up_and_ends_the_round_after_all_is_not_counted(url: str) -> None:
     main, slow = Journal(url), Journal(url, join=True)
     main.offer([a_round(2)])
-    claimed = slow.claim(Phase.RACE)
-    assert claimed is not None
+    claimed = not_none(slow.claim(Phase.RACE))
     held = dict(slow._held)
     die(slow, claimed[0])
     slow._held.update(held)
@@ -216,8 +212,7 @@ def test_what_nobody_wants_any_more_is_neither_claimed_nor_given_back(url: str) 
 def test_a_round_that_ran_when_the_main_process_died_is_left_to_its_worker(url: str) -> None:
     main, worker = Journal(url), Journal(url, join=True)
     main.offer([a_round(2)])
-    claimed = worker.claim(Phase.RACE)
-    assert claimed is not None
+    claimed = not_none(worker.claim(Phase.RACE))
     resumed = Journal(url)
     resumed.offer([a_round(2)])
     assert resumed.give_back_stale() == 0
@@ -231,9 +226,8 @@ def test_a_closed_journals_claims_go_silent(url: str) -> None:
     main.offer([a_round(2)])
     assert worker.claim(Phase.RACE) is not None
     (_, heart) = worker._held[0]
-    assert heart is not None
     worker.close()
-    assert not heart._thread.is_alive()
+    assert not not_none(heart)._thread.is_alive()
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import pytest
 from optuna.trial import FrozenTrial
 
+from support.optional import not_none
 from support.postgres import PostgresServer, postgres
 from tuner.engine.limits import EngineLimits
 from tuner.errors import StorageError
@@ -68,9 +69,8 @@ def test_a_server_that_restarts_is_waited_for_in_whatever_is_asked_of_it(
         journal.offer([a_round(1), a_round(2)])
     with away(own, 1.0):
         claimed = journal.claim(Phase.RACE)
-    assert claimed is not None
     with away(own, 1.0):
-        assert journal.finish_round(claimed[0], TWICE)
+        assert journal.finish_round(not_none(claimed)[0], TWICE)
     with away(own, 1.0):
         journal.add([a_record(0, Phase.SHADOW)])
     with away(own, 1.0):
@@ -94,8 +94,7 @@ def test_what_was_done_just_before_its_answer_got_lost_is_not_done_again(
 ) -> None:
     journal = Journal(f"postgresql+psycopg://{own.address}/postgres", "twice")
     journal.offer([a_round(1)])
-    claimed = journal.claim(Phase.RACE)
-    assert claimed is not None
+    claimed = not_none(journal.claim(Phase.RACE))
     real, lost = journal._study.add_trial, [True]
 
     def added(trial: FrozenTrial) -> None:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.optional import not_none
 from support.run_parts import ToyPredictor, ToyRun, a_profile, a_run, a_space
 from support.toy import ToySource
 from support.traffic import replay_toy, steady
@@ -118,16 +119,14 @@ def test_a_race_that_does_not_fit_is_cut_to_a_stretch_that_does(run: ToyRun) -> 
     assert whole_plan.workload.windows == wanted
     took_s = sum(m.busy_s for m in whole_plan.predicted.values())
     context.stopwatch.total_s += 2.0 * took_s - context.left_s
-    shorter = plan_race(context, predictor, context.aim, [BEST, CURRENT], wanted, 0.0)
-    assert shorter is not None
+    shorter = not_none(plan_race(context, predictor, context.aim, [BEST, CURRENT], wanted, 0.0))
     assert shorter.workload.requests < run.workload.requests
     assert 2 * sum(m.busy_s for m in shorter.predicted.values()) < context.left_s
     # How long that is beside the life of a request, where it is not all there is.
     assert whole_plan.lives is None
-    assert shorter.lives is not None
     (window,) = shorter.workload.windows
     current = shorter.predicted[CURRENT].latency("e2e_s", "p50")
-    assert shorter.lives == (window.length_s, current)
+    assert not_none(shorter.lives) == (window.length_s, current)
     context.stopwatch.total_s = 0.0
     assert plan_race(context, predictor, context.aim, [BEST, CURRENT], wanted, math.inf) is None
 
@@ -140,8 +139,7 @@ def test_a_race_holds_as_many_requests_as_its_slos_need_or_none_is_run(tmp_path:
     with a_run(tmp_path, trace, a_space(CURRENT), ToySource(), slos) as run:
         context, wanted = run.context, (whole(trace),)
         args = (context, predictor, context.aim, [BEST, CURRENT], wanted, 0.0)
-        all_of_it = plan_race(*args)
-        assert all_of_it is not None
+        all_of_it = not_none(plan_race(*args))
         took_s = sum(m.busy_s for m in all_of_it.predicted.values())
         for share in (3.0, 2.0, 1.5, 1.0, 0.5, 0.1):
             context.stopwatch.total_s += share * took_s - context.left_s
@@ -165,8 +163,7 @@ def test_what_comes_before_a_window_is_replayed_for_as_long_as_a_request_lives(
         plan = plan_race(context, predictor, context.aim, [BEST, CURRENT], windows, life_s)
         assert plan is not None
         found[name] = plan
-    plan = plan_race(context, predictor, context.aim, [BEST, CURRENT], bare, math.inf)
-    assert plan is not None
+    plan = not_none(plan_race(context, predictor, context.aim, [BEST, CURRENT], bare, math.inf))
     assert found["long"].workload.windows == wanted
     assert found["short"].workload.windows[0].lead_in_s == pytest.approx(0.1 * middle)
     for warm in found.values():
@@ -182,13 +179,11 @@ def test_a_closed_loop_replays_nothing_before_a_window(run: ToyRun) -> None:
     trace, closed = run.context.trace, LoadModel.CLOSED
     chosen = WindowChoice(WindowKind.PEAK, trace.duration_s / 3)
     options = TuningOptions(trace, window=chosen, load_model=closed, concurrency=8)
-    wanted = aim_of(options, trace).window
-    assert wanted is not None
+    wanted = not_none(aim_of(options, trace).window)
     assert wanted.start_s > 0
     assert wanted.lead_in_s == 0
     assert aim_of(TuningOptions(trace, window=chosen), trace).window == warmed(wanted)
     aim = replace(run.context.aim, plan=ReplayPlan(load_model=closed, concurrency=8))
     predictor, windows = ToyPredictor(a_profile()), (warmed(wanted),)
-    raced = plan_race(run.context, predictor, aim, [BEST, CURRENT], windows, math.inf)
-    assert raced is not None
+    raced = not_none(plan_race(run.context, predictor, aim, [BEST, CURRENT], windows, math.inf))
     assert raced.workload.windows == (wanted,)
