@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
@@ -27,6 +28,7 @@ from tuner.cli.options import (
     one_setting,
     path_of,
     predicted_options,
+    profile_at,
     prometheus_options,
     router_option,
     time_option,
@@ -219,9 +221,15 @@ def fit(**params: Any) -> int:
     From the steps that its recorder kept beside its requests: how long batches take with
     production's own traffic, the server's overhead included.
     """
-    from tuner.cli.production import ProfileFitOptions, run_profile_fit
+    from tuner.cli.production import run_profile_fit
 
-    return run_profile_fit(ProfileFitOptions.parse(params))
+    return run_profile_fit(
+        tuple(map(Path, params["recording"])),
+        tuple(map(Path, params["steps"])),
+        path_of(params["config"]),
+        profile_at(params["output"]),
+        as_json=params["as_json"],
+    )
 
 
 @command(
@@ -264,9 +272,10 @@ def derive(**params: Any) -> int:
     Of NVIDIA's AIConfigurator, which is asked about batches of all kinds. What comes of it is
     marked as derived and not measured, with the error to expect.
     """
-    from tuner.cli.production import DeriveOptions, run_profile_derive
+    from tuner.cli.production import run_profile_derive, wanted_of
 
-    return run_profile_derive(DeriveOptions.parse(params))
+    target = profile_at(params["output"])
+    return run_profile_derive(wanted_of(params), target, as_json=params["as_json"])
 
 
 profile.add_command(fit)
