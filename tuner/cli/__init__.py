@@ -159,7 +159,6 @@ def _print_no_more() -> None:
 
 
 def _reported(error: TunerError) -> int:
-    """Write an error and return its exit code."""
     from tuner.cli.console import say_error
 
     say_error(error)

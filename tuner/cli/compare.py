@@ -147,7 +147,6 @@ def _predicted(
     recorded: Trace,
     plan: ReplayPlan,
 ) -> dict[str, list[StrategyRow]]:
-    """Predict every strategy on every kind of traffic."""
     facts, default = source.facts(engine.values), source.profile.current_limits
     predictor = Predictor(source.profile, is_forced=source.is_forced)
     for line in predictor.error.lines():

@@ -278,7 +278,6 @@ def kv_space_check(environ: Mapping[str, str]) -> Check:
 
 
 def _python_check() -> Check:
-    """Return whether this interpreter is new enough."""
     found = ".".join(map(str, sys.version_info[:3]))
     ok = sys.version_info[:2] >= MIN_PYTHON
     wanted = ".".join(map(str, MIN_PYTHON))
@@ -318,7 +317,6 @@ def _compiled_code_check() -> Check:
 
 
 def _ability_check(name: str) -> Check:
-    """Return whether the library is installed that something takes."""
     library, fix, is_required = _ABILITIES[name]
     version = installed_version(library)
     found = f"{library} {version}" if version else f"without {library}"
@@ -335,7 +333,6 @@ def _numa_check() -> Check:
 
 
 def _library_check(name: str) -> Check:
-    """Return whether a library of ours is installed."""
     version = installed_version(name)
     return Check(name, bool(version), version or "missing", "" if version else "make setup")
 

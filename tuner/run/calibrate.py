@@ -259,7 +259,6 @@ class Blocks:
 
     @property
     def _left_s(self) -> float:
-        """What is left of the time for blocks."""
         return self.ends_s - time.monotonic()
 
     def _first(self) -> None:
@@ -283,7 +282,6 @@ class Blocks:
         self._replay(blocks, [MAX_BLOCK * BLOCK_S] * len(blocks))
 
     def _held_tokens(self) -> float:
-        """Return how many tokens the KV cache holds."""
         calibration = self.calibrator.calibration
         return calibration.starts[0].num_blocks * calibration.shape.block_size
 
@@ -487,7 +485,6 @@ class Blocks:
             pass
 
     def _workload_of(self, block: Block) -> Workload:
-        """Return what a block replays."""
         piece = block.of(self._at(block.load))
         return Workload.of_piece(piece, ReplayPlan(), self.runner.context.aim)
 

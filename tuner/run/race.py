@@ -359,7 +359,6 @@ def who_replays(
 
 
 def _so_far(draws: Draws, current: EngineLimits, confidence: float, number: int) -> str:
-    """Say what a round has brought."""
     found = draws.decide(current, confidence, number)
     if found.gain is None or found.odds is None:
         return f"after round {number}: {found.why}"

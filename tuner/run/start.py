@@ -332,7 +332,6 @@ class Start:
 
 
 def _first_caveats(prepared: PreparedRun, aim: Aim, facts: EngineFacts) -> set[Caveat]:
-    """Return what is doubtful before anything is replayed."""
     found = set(prepared.traffic.caveats - {Caveat.LOW_DEMAND})
     found |= doubts(facts, aim.plan, prepared.traffic.trace.output_tokens)
     if prepared.engine.is_demo and prepared.options.method is not Method.SHADOW:

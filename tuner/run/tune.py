@@ -176,7 +176,6 @@ class _Run:
         return outcome
 
     def _given(self, found: RunFindings, *, has_predicted: bool) -> Given:
-        """Return what the run was given, and with what it was made."""
         context, prepared = self._context, self._prepared
         current = context.space.current
         return Given(

@@ -277,7 +277,6 @@ class Scoring:
         )
 
     def _place(self, m: Measurement) -> Score:
-        """Place a whole measurement in the order."""
         if self.objective is Objective.CAPACITY:
             return self._score_capacity(m)
         if self.objective is Objective.GOODPUT:

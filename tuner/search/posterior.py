@@ -405,7 +405,6 @@ class Draws:
         return replace(self, here=self.here * times, elsewhere=elsewhere)
 
     def _judged(self, confidence: float, current: EngineLimits) -> Judged:
-        """Return how the settings stand beside each other."""
         field, column, metric = self.criterion(confidence, current)
         return Judged(field, column, metric, charged(self.here, column, field))
 

@@ -42,7 +42,6 @@ def run_explore(inputs: LoadsOptions, output: Path | None, *, as_json: bool) -> 
 
 
 def _content(explored: Explored) -> dict[str, Any]:
-    """Return the data of the page for --json."""
     surface, profile, trace = explored.surface, explored.profile, explored.trace
     content = surface.as_json()
     for at, found in zip(surface.loads, content["loads"], strict=True):

@@ -341,7 +341,6 @@ def _blocks(change: Change) -> int:
 
 
 def _memory(blocks: int, block_bytes: int) -> str:
-    """Return a KV cache's size in words."""
     held = f" ({blocks * block_bytes / GB:.3g} GB)" if block_bytes else ""
     return f"{blocks:,} blocks{held}"
 

@@ -316,8 +316,6 @@ def _serve_well(sizer: _Sizer, space: SearchSpace, share: Trace) -> list[EngineL
 
 
 class _Sizer:
-    """Fleets of one engine on the stretches of one trace."""
-
     def __init__(
         self, predictor: Predictor, trace: Trace, plan: ReplayPlan, aim: FleetAim
     ) -> None:
@@ -522,7 +520,6 @@ class _Sizer:
         return [i for i, one in zip(busy, way.stretches, strict=True) if one.broken]
 
     def _is_kept(self, way: Way, needed: Sequence[int | None]) -> bool:
-        """Whether the SLOs hold wherever some number of replicas keeps them."""
         return all(needed[i] is None for i in self._short(way))
 
     def _planned(self, limits: EngineLimits, most: int, needed: Sequence[int]) -> Way:

@@ -389,7 +389,6 @@ class PredictedSearch:
 
 
 def _kv_binds(predictions: Predictions, settings: Sequence[EngineLimits]) -> bool:
-    """Whether the size of the KV cache matters to any of the settings."""
     found = [predictions.outcomes.get(limits) for limits in settings]
     measured = [m for m in found if isinstance(m, Measurement)]
     return any(m.preemptions > 0 or m.kv_usage.max >= KV_FULL_RATIO for m in measured)

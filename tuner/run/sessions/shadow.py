@@ -116,7 +116,6 @@ def _starting_limits() -> list[EngineLimits]:
 
 
 def _leaves_blocks(predictor: Predictor, limits: EngineLimits) -> bool:
-    """Whether an engine started with the limits is left any KV cache."""
     try:
         predictor.simulated(limits)
     except ShadowError:
@@ -282,7 +281,6 @@ class ShadowSession:
 
     @property
     def _workload(self) -> Workload:
-        """What is predicted, or will be."""
         if self.foretold is not None:
             return self.foretold.predictions.workload
         return Workload.of_whole(self.context.trace, self.context.aim)

@@ -101,7 +101,6 @@ class Comparing:
         return replace(side.finding, metric=metric, gain_ratio=costs[0] / costs[1] - 1)
 
     def _side(self, contender: Contender, place: int) -> _Side:
-        """Return what is known of a contender by itself."""
         limits, profile = contender.limits, contender.profile
         finding = VariantFinding(
             name=contender.name,
