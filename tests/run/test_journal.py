@@ -15,6 +15,7 @@ from optuna.trial import TrialState
 from sqlalchemy import text
 
 from support.optional import not_none
+from support.run_parts import go_silent
 from tuner.engine.limits import EngineLimits
 from tuner.errors import StorageError, UsageError
 from tuner.run.directory import TRIALS_FILE, RunDir
@@ -127,20 +128,6 @@ def replays_of(one: Round, value: float = 1.5) -> list[Trial]:
     ]
 
 
-def die(journal: Journal, number: int) -> None:
-    """Let the heart of a claim have stopped long ago, without waiting for it."""
-    _, heart = journal._held.pop(number)
-    not_none(heart).stop()
-    with journal._storage.engine.begin() as connection:
-        connection.execute(
-            text(
-                "UPDATE trial_heartbeats SET heartbeat = '2000-01-01 00:00:00' WHERE trial_id ="
-                " (SELECT trial_id FROM trials WHERE number = :number AND study_id = :study)"
-            ),
-            {"number": number, "study": journal._study_id},
-        )
-
-
 def test_a_round_is_queued_once_and_comes_back_as_it_went_in(url: str) -> None:
     main, worker = Journal(url), Journal(url, join=True)
     for _ in range(2):
@@ -175,7 +162,7 @@ def test_a_round_whose_process_died_is_given_to_another_and_counts_once(url: str
     main.offer([a_round(2)])
     claimed = not_none(doomed.claim(Phase.RACE))
     doomed.add(replays_of(claimed[1], value=9.0)[:1], part_of=claimed[0])
-    die(doomed, claimed[0])
+    go_silent(doomed, claimed[0])
     assert (main.give_back_stale(), main.give_back_stale()) == (1, 0)
     again = not_none(other.claim(Phase.RACE))
     assert again[1] == claimed[1]
@@ -189,7 +176,7 @@ def test_who_was_given_up_and_ends_the_round_after_all_is_not_counted(url: str) 
     main.offer([a_round(2)])
     claimed = not_none(slow.claim(Phase.RACE))
     held = dict(slow._held)
-    die(slow, claimed[0])
+    go_silent(slow, claimed[0])
     slow._held.update(held)
     assert main.give_back_stale() == 1
     assert not slow.finish_round(claimed[0], replays_of(claimed[1]))
@@ -260,7 +247,7 @@ def test_whoever_dies_each_round_is_measured_exactly_once(
         elif deed == "die" and held:
             trial, one = held.pop(0)
             worker.add(replays_of(one)[:1], part_of=trial)
-            die(worker, trial)
+            go_silent(worker, trial)
             silent += 1
         elif deed == "give back":
             assert main.give_back_stale() == silent
