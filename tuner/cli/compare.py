@@ -92,7 +92,7 @@ class CompareOptions:
         return cls(
             traffic=TrafficOptions.parse(params),
             engine=EngineOptions.parse(params),
-            shadow=ShadowOptions.parse(params, UsageError("")) if params["profile"] else None,
+            shadow=ShadowOptions.parse(params) if params["profile"] else None,
             tuned=path_of(params["tuned"]),
             limits=LimitOptions.parse(params),
             batches=tuple(
