@@ -51,9 +51,7 @@ def test_rows_pair_the_rounds_that_both_raced() -> None:
     row = made["e2e_p99"]
     assert (row.before, row.after, row.rounds) == (4.0, 2.0, 3)
     assert row.change_ratio == pytest.approx(-0.5, abs=0.01)
-    low, high = row.change_interval or (None, None)
-    assert low is not None
-    assert high is not None
+    low, high = map(not_none, not_none(row.change_interval))
     assert -0.55 < low < -0.5 < high < -0.45
     assert f"4.00 s -> 2.00 s   (-50.0%, interval {low:+.1%} … {high:+.1%})" in row.text
     assert made["requests_per_s"].change_ratio == pytest.approx(1.0, abs=0.02)
