@@ -48,7 +48,7 @@ from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import EngineProcess
 from tuner.replay.runner import EngineRunner
 from tuner.run.context import Workload
-from tuner.run.drawing import FEW_DRAWS, compare_engines, draw
+from tuner.run.drawing import FEW_DRAWS, Drawing, compare_engines
 from tuner.run.knobs.advice import advise
 from tuner.run.knobs.known import KNOBS, Change, Place, kv_times
 from tuner.run.knobs.records import KnobAdvice
@@ -204,7 +204,8 @@ def foretold(
     for one in (predictor, *(change.engine(predictor) for change in changes)):
         found = predict_more(one, nothing, [limits])
         score = scored(workload, found.outcomes[limits])
-        drawn.append((score.value_in(Tier.GOOD), draw(one, found, [limits], FEW_DRAWS)))
+        draws = Drawing(one, found).draws([limits], FEW_DRAWS)
+        drawn.append((score.value_in(Tier.GOOD), draws))
     for value, draws in drawn[1:]:
         _, _, gain = compare_engines(draws, drawn[0][1], predictor.seed)
         low, high = (None, None) if gain is None else (gain.low, gain.high)

@@ -92,7 +92,6 @@ BAD_INPUT = [
     ("--trace t.jsonl --slo ttft_p99=5", ("--slo", 'got "5"')),
     ("--trace t.jsonl --slo ttft_p99=0s", ("--slo", "above 0, got 0s")),
     ("--trace t.jsonl --budget 3s", ("--budget 3s", "too short for one trial", "20 s")),
-    ("--trace t.jsonl --budget 0s", ("--budget 0s is too short for one trial",)),
     ("--trace t.jsonl --budget soon", ("--budget", 'got "soon"')),
     ("--trace t.jsonl --model ./none", ("model folder ./none does not exist",)),
     ("--trace t.jsonl --config none.yaml", ("none.yaml does not exist",)),
@@ -116,10 +115,7 @@ BAD_INPUT = [
     ("--budget 1m", ("--trace is missing",)),
     ("--frace t.jsonl", ("--frace", "tune --help")),
     ("replay", ("--trace is missing",)),
-    ("replay --trace none.jsonl", ("none.jsonl", "no such file")),
     ("replay --trace t.jsonl --max-num-seqs 0", ("--max-num-seqs", "0")),
-    ("replay --trace t.jsonl --window 500s:600s", ("500 s and 600 s",)),
-    ("replay --trace t.jsonl --model ./none", ("model folder ./none does not exist",)),
     ("replays", ("'replays'", "tune --help")),
 ]
 
@@ -465,15 +461,10 @@ def test_a_file_that_nobody_may_write_is_refused_before_anything_starts(
 
 def test_a_result_is_written_whatever_the_locale(folder: Path) -> None:
     tuned = TESTS.parent / "examples" / "demo" / "best.yaml"
-    done = subprocess.run(
-        [sys.executable, "-c", "from tuner.cli import main; main()", "emit", tuned],
-        cwd=folder,
-        env={**os.environ, "PYTHONIOENCODING": "ascii"},
-        capture_output=True,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, b"")
-    assert "sha256 b069b002…" in done.stdout.decode("utf-8")
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = typed_in_a_shell(["emit", str(tuned)], folder, ascii_only)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "sha256 b069b002…" in done.stdout
 
 
 def test_a_closed_pipe_is_no_error(folder: Path) -> None:

@@ -158,46 +158,37 @@ def test_a_run_under_nohup_outlives_its_terminal() -> None:
             signal.signal(kind, handler)
 
 
-@pytest.mark.slow
-def test_a_run_killed_in_the_middle_is_resumed_without_loss_or_repetition(
-    trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_dir = trace.parent / "run"
-    with running(arguments_for(trace)) as process:
-        wait_for(lambda: has_trials(run_dir, 4), process)
-        process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=60)
-    before = lines_of(run_dir / "trials.jsonl")
-    assert not (run_dir / "result.json").exists()
-
-    assert job_on(ToySource(CROWDED), ["--resume", str(run_dir)]) == 0
-    after = lines_of(run_dir / "trials.jsonl")
-    assert after[: len(before)] == before
-    assert measured_once(after)
-    assert [t["phase"] for t in after].count("current") == 1
-    assert len({trial["number"] for trial in after}) == len(after)
-    assert (trace.parent / "best.yaml").exists()
-    capsys.readouterr()
-
-    whole = write_trace(trace.parent / "whole.jsonl", n=400)
-    arguments = ["--trace", str(whole), "--budget", "60s", "--run-dir", str(whole) + ".run"]
-    arguments += ["--method", "live"]
-    assert job_on(ToySource(CROWDED), arguments) == 0
-    uninterrupted = lines_of(Path(f"{whole}.run") / "trials.jsonl")
-    # Whether cold engines start once more depends on the time that is left.
-    made, wanted = (dict.fromkeys(map(key_of, run)) for run in (after, uninterrupted))
-    assert list(made) == list(wanted)
-
-
 @pytest.fixture
 def killed(trace: Path) -> Path:
     """Return the directory of a run that was killed after some trials."""
     run_dir = trace.parent / "run"
     with running(arguments_for(trace)) as process:
         wait_for(lambda: has_trials(run_dir, 4), process)
-        process.kill()
-        process.communicate(timeout=60)
     return run_dir
+
+
+def uninterrupted(folder: Path) -> list[tuple[object, ...]]:
+    """Return what the trials of a run are for that nobody has killed."""
+    whole = write_trace(folder / "whole.jsonl", n=400)
+    arguments = ["--trace", str(whole), "--budget", "60s", "--run-dir", f"{whole}.run"]
+    assert job_on(ToySource(CROWDED), [*arguments, "--method", "live"]) == 0
+    return list(map(key_of, lines_of(Path(f"{whole}.run") / "trials.jsonl")))
+
+
+@pytest.mark.slow
+def test_a_run_killed_in_the_middle_is_resumed_without_loss_or_repetition(killed: Path) -> None:
+    before = lines_of(killed / "trials.jsonl")
+    assert not (killed / "result.json").exists()
+    assert job_on(ToySource(CROWDED), ["--resume", str(killed)]) == 0
+    after = lines_of(killed / "trials.jsonl")
+    assert after[: len(before)] == before
+    assert measured_once(after)
+    assert [t["phase"] for t in after].count("current") == 1
+    assert len({trial["number"] for trial in after}) == len(after)
+    assert (killed.parent / "best.yaml").exists()
+    # Whether cold engines start once more depends on the time that is left.
+    made = dict.fromkeys(map(key_of, after))
+    assert list(made) == list(dict.fromkeys(uninterrupted(killed.parent)))
 
 
 @pytest.mark.slow
@@ -219,11 +210,7 @@ def test_a_run_whose_study_is_lost_goes_on_from_its_file_of_trials(
     assert after[: len(before)] == before
     assert len({trial["number"] for trial in after}) == len(after)
 
-    whole = write_trace(killed.parent / "whole.jsonl", n=400)
-    arguments = ["--trace", str(whole), "--budget", "60s", "--run-dir", str(whole) + ".run"]
-    assert job_on(ToySource(CROWDED), [*arguments, "--method", "live"]) == 0
-    uninterrupted = lines_of(Path(f"{whole}.run") / "trials.jsonl")
-    assert [key_of(trial) for trial in after] == [key_of(trial) for trial in uninterrupted]
+    assert list(map(key_of, after)) == uninterrupted(killed.parent)
 
 
 def test_a_run_whose_trials_are_nowhere_is_refused_and_left_as_it_is(ended: Path) -> None:
@@ -246,8 +233,6 @@ def test_an_older_copy_of_the_study_is_brought_up_to_date(
         copy = (run_dir / "study.db").read_bytes()
         process.send_signal(signal.SIGCONT)
         wait_for(lambda: has_trials(run_dir, 5), process)
-        process.kill()
-        process.communicate(timeout=60)
     before = lines_of(run_dir / "trials.jsonl")
     (run_dir / "study.db").write_bytes(copy)
     (run_dir / "study.db-journal").unlink(missing_ok=True)
@@ -281,8 +266,6 @@ def test_a_run_killed_in_the_race_is_resumed_too(trace: Path) -> None:
             lambda: any(t["phase"] == "race" for t in lines_of(run_dir / "trials.jsonl")),
             process,
         )
-        process.kill()
-        process.communicate(timeout=60)
     assert job_on(ToySource(CROWDED), ["--resume", str(run_dir)]) == 0
     after = lines_of(run_dir / "trials.jsonl")
     assert measured_once(after)

@@ -6,20 +6,17 @@ that its shadow is nearly exact and the answer can be known beforehand.
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from collections import Counter
-from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from support.job_parts import Run
+from support.job_parts import Run, shown
 from support.shadow_toy import InstalledSource
 from support.toy_tune import job_on, write_trace
 from support.traffic import replay_toy
@@ -44,22 +41,6 @@ SOURCE = InstalledSource(current=CURRENT, num_blocks=20_000)
 LADDER = ("--max-num-seqs", "4,16")
 REQUESTS = 120
 GOAL = Scoring(Objective.BALANCED, (), "p90")
-
-
-@dataclass(frozen=True, slots=True)
-class Said:
-    """What a command wrote to its two streams."""
-
-    out: str
-    err: str
-
-
-def shown(call: Callable[[], int]) -> Said:
-    """Run something that has to succeed and return what it wrote."""
-    out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err):
-        assert call() == 0, err.getvalue()
-    return Said(out.getvalue(), err.getvalue())
 
 
 def arguments_for(folder: Path, *more: str) -> list[str]:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.optional import not_none
 from support.run_parts import a_profile
 from support.toy import ToyCosts, ToyEngine, ToySource
 from support.traffic import kept, replay_toy, steady
@@ -90,10 +91,8 @@ def test_rounds_keep_the_machines_drift_from_looking_like_a_setting() -> None:
         taught_in_rounds(rounds, slowing_ratio=1.33).fit.heldout_config_ratio
         for rounds in (1, 3)
     )
-    assert one is not None
-    assert three is not None
-    assert one > 0.2
-    assert three < 0.1
+    assert not_none(one) > 0.2
+    assert not_none(three) < 0.1
 
 
 def taught_in_rounds(rounds: int, slowing_ratio: float) -> Profile:
@@ -190,8 +189,7 @@ def test_prompts_into_an_idle_asynchronous_engine_take_what_launching_them_took(
         for step in turns:
             now_s += step.duration_s
             steps.append(step, now_s)
-    seen = steps.finish()[1]
-    assert seen is not None
+    seen = not_none(steps.finish()[1])
     calibration = a_calibration(ToySource()).and_steps(limits, [seen])
     profile = replace(a_profile(), step_model=model)
     assert calibration.times_of(profile) == pytest.approx(1.0)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from support.odd_toys import FragileSource, LoggedSource
+from support.optional import not_none
 from support.race_parts import BETTER, CROWDED_TOY, CURRENT, TRACE, WORSE, known_ratio
 from support.run_parts import ToyRun, a_run, a_space
 from support.toy_tune import CROWDED
@@ -54,9 +55,7 @@ def cold_of(
 
 def width(gain: Estimate) -> float:
     """Return how wide the interval of a gain is, in logarithms."""
-    assert gain.low is not None
-    assert gain.high is not None
-    return math.log(gain.high / gain.low)
+    return math.log(not_none(gain.high) / not_none(gain.low))
 
 
 @pytest.mark.parametrize("shared", [0.0, 0.5, 1.0])
@@ -79,12 +78,9 @@ def test_nine_in_ten_gains_lie_in_the_interval_that_cold_engines_leave(
             (seen, noise),
         )
         low, high = (math.exp(known + sign * 1.645 * known_sd) for sign in (-1, 1))
-        told = cold.moved(Estimate(math.exp(known), low, high, 1))
-        assert told is not None
-        assert told.low is not None
-        assert told.high is not None
+        told = not_none(cold.moved(Estimate(math.exp(known), low, high, 1)))
         truth = -0.1 + differs
-        inside.append(told.low <= math.exp(truth) <= told.high)
+        inside.append(not_none(told.low) <= math.exp(truth) <= not_none(told.high))
         off.append(math.log(told.value) - truth)
         off_before.append(known - truth)
     assert 0.85 < np.mean(inside) < 0.97
@@ -171,8 +167,7 @@ def test_a_replay_that_the_time_cut_takes_nothing_from_the_one_before(tmp_path: 
             run.runner.measure(BETTER, Phase.COLD, workload, cut, 1)
         found, cold = cold_of(run, a_change(BETTER, known_ratio(BETTER)))
     assert found.verdict is RaceVerdict.CHANGE
-    assert cold is not None
-    assert cold.ratio == pytest.approx(known_ratio(BETTER), rel=1e-6)
+    assert not_none(cold).ratio == pytest.approx(known_ratio(BETTER), rel=1e-6)
     assert Caveat.NOT_CONFIRMED_COLD not in run.context.caveats
 
 
@@ -226,11 +221,10 @@ def test_cold_engines_are_held_to_what_is_predicted_of_engines_with_their_blocks
             found, cold = cold_of(run, sure, predicted)
         assert found.verdict is verdict, folder
         assert cold is not None
-        assert cold.p_better is not None
         assert found.odds is not None
         if verdict is RaceVerdict.CHANGE:
             # No surer than they leave it.
-            kept = 1.0 if off < 0.1 else cold.p_better
+            kept = 1.0 if off < 0.1 else not_none(cold.p_better)
             assert (found.odds.p_better, found.odds.p_elsewhere) == (kept, kept)
         assert found.gain_here is not None
         # The gain that is told is theirs, moved by what is known of engines started cold.
@@ -242,14 +236,6 @@ def test_cold_engines_are_held_to_what_is_predicted_of_engines_with_their_blocks
             assert (told.value == pytest.approx(known.value, rel=1e-6)) is (off == 0.0)
         # What is recommended by is the gain that is told.
         assert cold.log_gain == pytest.approx(math.log(found.gain_here.value))
-
-
-def near(told: Estimate | None, known: Estimate | None) -> bool:
-    """Whether two gains are the same, but for how numbers are rounded."""
-    assert told is not None
-    assert known is not None
-    pairs = (told.value, known.value), (told.low, known.low), (told.high, known.high)
-    return all(one == pytest.approx(other, rel=1e-6) for one, other in pairs)
 
 
 @pytest.mark.slow
@@ -363,8 +349,7 @@ def test_a_winner_that_fails_cold_is_no_better_for_the_current_one_failing_too(
     assert winner in found.why
     assert f"so did the current one, {CURRENT}" in found.why
     assert current in found.why
-    assert cold is not None
-    assert cold.ratio is None
+    assert not_none(cold).ratio is None
     assert run.context.caveats == {Caveat.NOT_CONFIRMED_COLD}
 
 

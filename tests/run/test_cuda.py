@@ -32,11 +32,9 @@ def trace(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_ceiling_that_does_not_start_is_lowered_and_said(
-    trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_ceiling_that_does_not_start_is_lowered_and_said(trace: Path) -> None:
     source = CudaSource(CROWDED, memory_blocks=700, token_blocks=1 / 8, current=CURRENT)
-    done = run(capsys, source, trace, *SHORT)
+    done = run(source, trace, *SHORT)
     assert f"does not start at 64/8192: the engine did not start: {NO_MEMORY}" in done.talk
     assert "ceiling_lowered" in done.caveats
     started = done.result["provenance"]["engine"]["started_at_limits"]
@@ -57,11 +55,9 @@ def test_an_engine_that_has_no_memory_as_it_is_ends_the_run(trace: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_setting_that_runs_out_of_memory_is_its_own_result(
-    trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_setting_that_runs_out_of_memory_is_its_own_result(trace: Path) -> None:
     source = CudaSource(CROWDED, overflows_above=16, memory_blocks=4000)
-    done = run(capsys, source, trace, "--max-num-seqs", "4,8,16,32", "--budget", "60s")
+    done = run(source, trace, "--max-num-seqs", "4,8,16,32", "--budget", "60s")
     failed = [t for t in done.trials if t["tier"] == "4 failed"]
     assert failed
     assert "graphs_of_ceiling" not in done.caveats
@@ -71,22 +67,18 @@ def test_a_setting_that_runs_out_of_memory_is_its_own_result(
 
 
 @pytest.mark.slow
-def test_a_warm_up_that_runs_out_of_memory_lowers_the_ceiling(
-    trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_warm_up_that_runs_out_of_memory_lowers_the_ceiling(trace: Path) -> None:
     source = CudaSource(CROWDED, overflows_above=32, overflows_at_once=True)
-    done = run(capsys, source, trace, *SHORT)
+    done = run(source, trace, *SHORT)
     assert OUT_OF_MEMORY.removeprefix("torch.") in done.talk
     assert done.result["provenance"]["engine"]["started_at_limits"]["max_num_seqs"] == 32
     assert done.result["recommendation"]["max_num_seqs"] <= 32
 
 
 @pytest.mark.slow
-def test_graphs_that_cannot_be_hidden_are_said(
-    trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_graphs_that_cannot_be_hidden_are_said(trace: Path) -> None:
     source = CudaSource(CROWDED, memory_blocks=4000, hides_graphs=False)
-    done = run(capsys, source, trace, *SHORT)
+    done = run(source, trace, *SHORT)
     assert "graphs_of_ceiling" in done.caveats
     assert "--format vllm-exact deploys them too" in done.talk
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from support.optional import not_none
 from support.paths import ROOT
 from support.run_parts import a_profile, a_space
 from support.shadow_parts import a_shape
@@ -17,7 +18,7 @@ from tuner.replay.plan import ReplayPlan
 from tuner.replay.runner import Failure
 from tuner.replay.slo import Slo
 from tuner.run.context import Workload
-from tuner.run.drawing import DRAWS, FEW_DRAWS, contend, decide, draw, predict_deployed
+from tuner.run.drawing import DRAWS, FEW_DRAWS, Drawing, predict_deployed
 from tuner.run.loads.capacity import draw_capacity
 from tuner.run.predict import Predictions, offered_per_s, predict, predict_more
 from tuner.search.budget import Aim
@@ -64,7 +65,7 @@ def predicted(
 
 
 def drawn(trace: Trace, wrong_ratio: float = 0.03, draws: int = DRAWS) -> Draws:
-    return draw(*predicted(trace, wrong_ratio=wrong_ratio), SETTINGS, draws)
+    return Drawing(*predicted(trace, wrong_ratio=wrong_ratio)).draws(SETTINGS, draws)
 
 
 def elsewhere(drawn: Draws, *settings: EngineLimits) -> Floats:
@@ -94,7 +95,7 @@ def test_a_longer_recording_is_surer() -> None:
 def test_a_less_sure_profile_leaves_open_what_a_surer_one_decides() -> None:
     trace = traffic(0, 700, 8.0)
     verdicts = [
-        decide(*predicted(trace, wrong_ratio=wrong), SPACE, FEW_DRAWS).verdict
+        Drawing(*predicted(trace, wrong_ratio=wrong)).decide(CURRENT, FEW_DRAWS).verdict
         for wrong in (0.02, 0.5)
     ]
     assert verdicts == [RaceVerdict.CHANGE, RaceVerdict.KEEP]
@@ -104,9 +105,8 @@ def test_who_could_be_the_best_is_one_of_each_kind_with_what_choosing_now_loses(
     predictor, found = predicted(traffic(0, 700, 8.0), wrong_ratio=0.03)
     unsure = predictor_of(wrong_ratio=0.5)
     seen = {o.limits: o for o in found.observations}
-    best = leader(found.observations)
-    assert best is not None
-    sure, open_ = (contend(p, found, CURRENT) for p in (predictor, unsure))
+    best = not_none(leader(found.observations))
+    sure, open_ = (Drawing(p, found).contend(CURRENT) for p in (predictor, unsure))
     assert any(alike(best, seen[limits]) for limits in sure.settings)
     assert sure.loss < 0.02 < open_.loss
     for contention in (sure, open_):
@@ -118,15 +118,13 @@ def test_who_could_be_the_best_is_one_of_each_kind_with_what_choosing_now_loses(
 def test_beside_one_that_may_break_an_slo_stands_one_that_surely_keeps_it() -> None:
     trace = traffic(0, 700, 8.0)
     _, unbound = predicted(trace)
-    best = leader(unbound.observations)
-    assert best is not None
+    best = not_none(leader(unbound.observations))
     fastest = unbound.outcomes[best.limits]
     assert isinstance(fastest, Measurement)
-    tail_s = fastest.latency("tpot_s", "p95")
-    assert tail_s is not None
+    tail_s = not_none(fastest.latency("tpot_s", "p95"))
     bound = Slo.parse(f"tpot_p95={1.01 * tail_s:.5f}s")
     predictor, found = predicted(trace, Aim(Objective.BALANCED, (bound,), ReplayPlan(), None))
-    inside = [found.outcomes[s] for s in contend(predictor, found, CURRENT).settings]
+    inside = [found.outcomes[s] for s in Drawing(predictor, found).contend(CURRENT).settings]
     used = [m.latency("tpot_s", "p95") for m in inside if isinstance(m, Measurement)]
     shares = [s / bound.bound_s for s in used if s is not None]
     assert shares[0] < 0.985 < shares[1]
@@ -138,8 +136,8 @@ def test_where_all_make_the_batches_of_the_current_one_nobody_else_could_be_bett
     top = EngineLimits(16, 2048)
     only = replace(found, outcomes={s: m for s, m in found.outcomes.items() if s in kinds})
     assert {CURRENT, top} <= kinds
-    assert contend(predictor, only, top).settings == ()
-    assert contend(predictor, only, top).loss == 0.0
+    assert Drawing(predictor, only).contend(top).settings == ()
+    assert Drawing(predictor, only).contend(top).loss == 0.0
 
 
 def test_the_same_batches_on_an_engine_with_larger_graphs_are_another_kind() -> None:
@@ -154,7 +152,7 @@ def test_the_same_batches_on_an_engine_with_larger_graphs_are_another_kind() -> 
     larger = EngineLimits(128, 2048)
     found = predict_more(predictor, Predictions(workload), [current, larger])
     assert alike(*found.observations)
-    assert contend(predictor, found, current).settings == (larger,)
+    assert Drawing(predictor, found).contend(current).settings == (larger,)
 
 
 def test_what_replays_showed_beyond_the_prediction_moves_what_is_told_of_cold_engines() -> None:
@@ -178,12 +176,12 @@ def test_a_tail_that_is_off_tells_nothing_of_the_load_nor_of_another_metric_of_a
     aim = Aim(Objective.BALANCED, (Slo.parse("ttft_p95=500ms"),), ReplayPlan(), None)
     predictor, found = predicted(traffic(0, 700, 8.0), aim)
     count, seen = len(SETTINGS), [(0, 0.2)] * 3
-    plain = draw(predictor, found, SETTINGS, 40)
+    plain = Drawing(predictor, found).draws(SETTINGS, 40)
     for known, moved in (
         (Unexplained.of(count, cost=seen), COST),
         (Unexplained.of(count, slo=seen), SLO),
     ):
-        drawn = draw(predictor, found, SETTINGS, 40, known)
+        drawn = Drawing(predictor, found).draws(SETTINGS, 40, known)
         np.testing.assert_array_equal(drawn.here[:, :, LOAD], plain.here[:, :, LOAD])
         (other,) = {COST, SLO} - {moved}
         np.testing.assert_array_equal(drawn.here[:, :, other], plain.here[:, :, other])
@@ -204,9 +202,9 @@ def test_with_too_little_traffic_to_draw_from_only_the_models_error_is_drawn() -
 def test_a_setting_that_failed_fails_in_every_draw_and_is_never_recommended() -> None:
     predictor, found = predicted(traffic(0))
     better = SETTINGS[0]
-    assert draw(predictor, found, SETTINGS, 20).decide(CURRENT).winner == better
+    assert Drawing(predictor, found).draws(SETTINGS, 20).decide(CURRENT).winner == better
     outcomes = {**found.outcomes, better: Failure("out of memory in its live replay")}
-    failed = draw(predictor, replace(found, outcomes=outcomes), SETTINGS, 20)
+    failed = Drawing(predictor, replace(found, outcomes=outcomes)).draws(SETTINGS, 20)
     assert np.isinf(failed.values[:, 0]).all()
     decided = failed.decide(CURRENT)
     assert (decided.winner, decided.best) == (CURRENT, CURRENT)
@@ -216,7 +214,7 @@ def test_a_setting_that_failed_fails_in_every_draw_and_is_never_recommended() ->
 def test_a_capacity_is_drawn_too() -> None:
     slos = (Slo.parse("e2e_p90=6s"),)
     aim = Aim(Objective.CAPACITY, slos, ReplayPlan(), None)
-    found = draw(*predicted(traffic(0), aim), SETTINGS, 4)
+    found = Drawing(*predicted(traffic(0), aim)).draws(SETTINGS, 4)
     assert found.metric == "capacity"
     assert found.values.shape[0] == 4
     assert np.isfinite(found.values).all()
@@ -237,8 +235,7 @@ def told_of(trace: Trace) -> tuple[float, float, float]:
     aim = Aim(Objective.CAPACITY, BEARS, ReplayPlan(), None)
     workload = Workload.of("trace", trace, (whole(trace),), aim)
     told = borne(trace)
-    lies = draw_capacity(predictor_of(), workload, CURRENT, told)
-    assert lies is not None
+    lies = not_none(draw_capacity(predictor_of(), workload, CURRENT, told))
     return told, *lies
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from support.optional import not_none
 from tuner.engine.gpu import GpuLog
 from tuner.engine.limits import EngineLimits
 from tuner.replay.slo import Slo
@@ -50,9 +51,7 @@ def test_rows_pair_the_rounds_that_both_raced() -> None:
     row = made["e2e_p99"]
     assert (row.before, row.after, row.rounds) == (4.0, 2.0, 3)
     assert row.change_ratio == pytest.approx(-0.5, abs=0.01)
-    low, high = row.change_interval or (None, None)
-    assert low is not None
-    assert high is not None
+    low, high = map(not_none, not_none(row.change_interval))
     assert -0.55 < low < -0.5 < high < -0.45
     assert f"4.00 s -> 2.00 s   (-50.0%, interval {low:+.1%} … {high:+.1%})" in row.text
     assert made["requests_per_s"].change_ratio == pytest.approx(1.0, abs=0.02)
@@ -63,12 +62,9 @@ def test_one_round_has_a_wide_interval_and_none_has_no_row() -> None:
     records = [a_record(WINNER, 2.0, Phase.RACE, 1), a_record(CURRENT, 4.0, Phase.RACE, 1)]
     (row, *_) = metric_changes(records, WINNER, CURRENT, "p99")
     assert row.change_ratio == pytest.approx(-0.5, abs=0.01)
-    assert row.change_interval is not None
-    low, high = row.change_interval
-    assert low is not None
-    assert high is not None
+    low, high = not_none(row.change_interval)
     # Two replays of one setting differ by 5 %, which nobody has measured better yet.
-    assert high - low > 2 * 1.645 * 0.05 * 2**0.5 * 0.5
+    assert not_none(high) - not_none(low) > 2 * 1.645 * 0.05 * 2**0.5 * 0.5
     searched = [a_record(WINNER, 2.0), a_record(CURRENT, 4.0)]
     assert metric_changes(searched, WINNER, CURRENT, "p99") == []
 

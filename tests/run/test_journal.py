@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 from optuna.trial import TrialState
 from sqlalchemy import text
 
+from support.optional import not_none
+from support.run_parts import go_silent
 from tuner.engine.limits import EngineLimits
 from tuner.errors import StorageError, UsageError
 from tuner.run.directory import TRIALS_FILE, RunDir
 from tuner.run.journal import Journal, Round, open_journal
 from tuner.search.objective import Score, Tier
-from tuner.search.trials import Phase, Recorded, Trial, race_records
+from tuner.search.trials import Phase, Trial, race_records
 from tuner.traffic.windows import Window
 
 LIMITS = EngineLimits(8, 1024)
@@ -42,7 +44,7 @@ def kept(journal: Journal, score: Score, phase: Phase = Phase.LADDER, round_: in
     number = journal.begin(LIMITS)
     measured = None if score.tier is Tier.FAILED else MEASURED
     record = Trial.of(number, LIMITS, phase, round_, score, measured, "why")
-    journal.finish(number, record, {"ttft_p99": -0.25})
+    journal.finish(number, record)
     return number
 
 
@@ -117,28 +119,13 @@ def a_round(number: int, *settings: EngineLimits, phase: Phase = Phase.RACE) -> 
     return Round(phase, number, chosen, (30.0,) * len(chosen), (Window(0.0, 10.0),), 1.0)
 
 
-def replays_of(one: Round, value: float = 1.5) -> list[Recorded]:
+def replays_of(one: Round, value: float = 1.5) -> list[Trial]:
     """Return what a worker measured."""
     score = Score(Tier.GOOD, value, "e2e_p99")
     return [
-        (Trial.of(0, s, one.phase, one.number, score, MEASURED, attempt="w"), {})
+        Trial.of(0, s, one.phase, one.number, score, MEASURED, attempt="w")
         for s in one.settings
     ]
-
-
-def die(journal: Journal, number: int) -> None:
-    """Let the heart of a claim have stopped long ago, without waiting for it."""
-    _, heart = journal._held.pop(number)
-    assert heart is not None
-    heart.stop()
-    with journal._storage.engine.begin() as connection:
-        connection.execute(
-            text(
-                "UPDATE trial_heartbeats SET heartbeat = '2000-01-01 00:00:00' WHERE trial_id ="
-                " (SELECT trial_id FROM trials WHERE number = :number AND study_id = :study)"
-            ),
-            {"number": number, "study": journal._study_id},
-        )
 
 
 def test_a_round_is_queued_once_and_comes_back_as_it_went_in(url: str) -> None:
@@ -157,8 +144,7 @@ def test_the_replays_of_a_round_count_together_and_have_numbers_of_their_own(url
     main, worker = Journal(url), Journal(url, join=True)
     kept(main, GOOD)
     main.offer([a_round(2)])
-    claimed = worker.claim(Phase.RACE)
-    assert claimed is not None
+    claimed = not_none(worker.claim(Phase.RACE))
     number, one = claimed
     # As a worker that was killed while it wrote them.
     worker.add(replays_of(one), part_of=number)
@@ -174,13 +160,11 @@ def test_the_replays_of_a_round_count_together_and_have_numbers_of_their_own(url
 def test_a_round_whose_process_died_is_given_to_another_and_counts_once(url: str) -> None:
     main, doomed, other = Journal(url), Journal(url, join=True), Journal(url, join=True)
     main.offer([a_round(2)])
-    claimed = doomed.claim(Phase.RACE)
-    assert claimed is not None
+    claimed = not_none(doomed.claim(Phase.RACE))
     doomed.add(replays_of(claimed[1], value=9.0)[:1], part_of=claimed[0])
-    die(doomed, claimed[0])
+    go_silent(doomed, claimed[0])
     assert (main.give_back_stale(), main.give_back_stale()) == (1, 0)
-    again = other.claim(Phase.RACE)
-    assert again is not None
+    again = not_none(other.claim(Phase.RACE))
     assert again[1] == claimed[1]
     assert other.finish_round(again[0], replays_of(again[1], value=2.0))
     assert [r.value for r in main.records()] == [2.0, 2.0]
@@ -190,10 +174,9 @@ def test_a_round_whose_process_died_is_given_to_another_and_counts_once(url: str
 def test_who_was_given_up_and_ends_the_round_after_all_is_not_counted(url: str) -> None:
     main, slow = Journal(url), Journal(url, join=True)
     main.offer([a_round(2)])
-    claimed = slow.claim(Phase.RACE)
-    assert claimed is not None
+    claimed = not_none(slow.claim(Phase.RACE))
     held = dict(slow._held)
-    die(slow, claimed[0])
+    go_silent(slow, claimed[0])
     slow._held.update(held)
     assert main.give_back_stale() == 1
     assert not slow.finish_round(claimed[0], replays_of(claimed[1]))
@@ -216,8 +199,7 @@ def test_what_nobody_wants_any_more_is_neither_claimed_nor_given_back(url: str) 
 def test_a_round_that_ran_when_the_main_process_died_is_left_to_its_worker(url: str) -> None:
     main, worker = Journal(url), Journal(url, join=True)
     main.offer([a_round(2)])
-    claimed = worker.claim(Phase.RACE)
-    assert claimed is not None
+    claimed = not_none(worker.claim(Phase.RACE))
     resumed = Journal(url)
     resumed.offer([a_round(2)])
     assert resumed.give_back_stale() == 0
@@ -231,9 +213,8 @@ def test_a_closed_journals_claims_go_silent(url: str) -> None:
     main.offer([a_round(2)])
     assert worker.claim(Phase.RACE) is not None
     (_, heart) = worker._held[0]
-    assert heart is not None
     worker.close()
-    assert not heart._thread.is_alive()
+    assert not not_none(heart)._thread.is_alive()
 
 
 @pytest.fixture(scope="module")
@@ -266,7 +247,7 @@ def test_whoever_dies_each_round_is_measured_exactly_once(
         elif deed == "die" and held:
             trial, one = held.pop(0)
             worker.add(replays_of(one)[:1], part_of=trial)
-            die(worker, trial)
+            go_silent(worker, trial)
             silent += 1
         elif deed == "give back":
             assert main.give_back_stale() == silent
@@ -282,13 +263,6 @@ def test_whoever_dies_each_round_is_measured_exactly_once(
     assert set(main.rounds(Phase.RACE)) == wanted
 
 
-def test_a_record_of_a_replay_without_decode_steps_is_read(url: str) -> None:
-    record = Trial.of(0, LIMITS, Phase.CURRENT, 0, GOOD, {"decode_step_s": None})
-    seen = record.observation
-    assert (seen.decode_step_s, seen.peak_running) == (None, 0)
-    assert url
-
-
 def test_what_could_not_be_kept_as_the_storage_was_away_gets_a_number_of_its_own(
     url: str,
 ) -> None:
@@ -298,8 +272,7 @@ def test_what_could_not_be_kept_as_the_storage_was_away_gets_a_number_of_its_own
     journal.close()
     again = Journal(url, must_exist=True)
     lost = Trial.of(number, LIMITS, Phase.LADDER, 0, GOOD, MEASURED, "why")
-    file = [*((one, {}) for one in again.records()), (lost, {"ttft_p99": -0.25})]
-    assert again.restore(file) == {number}
+    assert again.restore([*again.records(), lost]) == {number}
     assert [record.number for record in again.records()] == [0, number + 1]
     assert replace(again.records()[1], number=number) == lost
 
@@ -372,12 +345,11 @@ def test_a_study_made_anew_from_its_records_is_the_same_study(tmp_path: Path) ->
     kept(first, Score(Tier.CUT, math.inf, "cut short"))
     kept(first, FAILED)
     kept(first, Score(Tier.NOT_SUSTAINED, 0.1 + 0.2, "requests_per_s", (("e2e_p99", 2.5),)))
-    first.add([(Trial.of(0, LIMITS, Phase.SHADOW, 0, GOOD, MEASURED, prediction=1), {})])
+    first.add([Trial.of(0, LIMITS, Phase.SHADOW, 0, GOOD, MEASURED, prediction=1)])
     for round_ in (1, 2):
         kept(first, GOOD, Phase.RACE, round_)
     records = first.records()
-    trials = [(record, {"ttft_p99": -0.25}) for record in records]
-    assert second.restore(trials) == {record.number for record in records}
+    assert second.restore(records) == {record.number for record in records}
     assert second.records() == records
     assert second.observations() == first.observations()
     assert second.race_runs() == first.race_runs()
@@ -390,5 +362,5 @@ def test_a_study_made_anew_from_its_records_is_the_same_study(tmp_path: Path) ->
             )
             assert mine.values == theirs.values
     # What it holds is not added again, and the next trial has a number of its own.
-    assert second.restore(trials) == set()
+    assert second.restore(records) == set()
     assert kept(second, GOOD) == kept(first, GOOD) == records[-1].number + 1

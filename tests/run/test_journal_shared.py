@@ -14,8 +14,8 @@ from uuid import uuid4
 import optuna
 import pytest
 from optuna.exceptions import ExperimentalWarning
-from sqlalchemy import text
 
+from support.run_parts import go_silent
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.run.journal import Journal, Round
@@ -50,23 +50,7 @@ def a_round(number: int) -> Round:
 def finish(journal: Journal, number: int, one: Round, value: float = 1.0) -> bool:
     score = Score(Tier.GOOD, value, "e2e_p99")
     records = [Trial.of(0, s, RACE, one.number, score, {}, attempt="w") for s in one.settings]
-    return journal.finish_round(number, [(record, {"ttft_p99": -0.5}) for record in records])
-
-
-def go_silent(journal: Journal, number: int) -> None:
-    """Make a claim look as after a long hang: its heart stands still and beat long ago."""
-    heart = journal._held[number][1]
-    assert heart is not None
-    heart.stop()
-    with journal._storage.engine.begin() as connection:
-        beat = connection.execute(
-            text(
-                "UPDATE trial_heartbeats SET heartbeat = '2000-01-01 00:00:00' WHERE trial_id ="
-                " (SELECT trial_id FROM trials WHERE number = :number AND study_id = :study)"
-            ),
-            {"number": number, "study": journal._study_id},
-        )
-    assert beat.rowcount == 1
+    return journal.finish_round(number, records)
 
 
 def claim_three(journal: Journal, start: Barrier) -> list[int]:

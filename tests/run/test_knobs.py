@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from support.odd_toys import KnobSource
+from support.optional import not_none
 from support.run_parts import a_run
 from support.shadow_files import a_profile
 from support.toy import ToySource
@@ -61,9 +62,7 @@ def advice_on(
     workload = Workload.of("traffic", trace, (whole(trace),), aim)
     predictor = Predictor(profile)
     found = predict_more(predictor, Predictions(workload), [limits])
-    advice = advise(predictor, found, limits, SPACE, names)
-    assert advice is not None
-    return advice
+    return not_none(advise(predictor, found, limits, SPACE, names))
 
 
 def changes_of(name: str, profile: Profile, trace: Trace) -> list[Change]:
@@ -87,8 +86,7 @@ def test_a_knob_that_pays_gains_what_such_an_engine_is_predicted_to() -> None:
     first, watermark = advice.findings
     assert first.tried["on"] == pytest.approx(tails[0] / tails[1], rel=1e-9)
     assert first.is_recommended
-    assert first.gain_ratio is not None
-    assert first.gain_ratio < -MIN_GAIN
+    assert not_none(first.gain_ratio) < -MIN_GAIN
     assert advice.settings == {"enable-prefix-caching": True}
     assert advice.is_deployed
     assert not watermark.is_recommended
@@ -182,8 +180,7 @@ def test_short_first_gives_each_doubling_of_a_request_its_own_class() -> None:
         prompt_tokens=np.array([100, 200, 400, 800]),
         output_tokens=np.array([28, 28, 28, 28]),
     )
-    classes = short_first(trace).priorities
-    assert classes is not None
+    classes = not_none(short_first(trace).priorities)
     assert classes.tolist() == [7, 7, 8, 9]
 
 
@@ -236,8 +233,7 @@ def test_a_run_writes_the_knobs_that_pay_and_its_page_shows_them(
     words += ["--max-num-seqs", "8,16", "--run-dir", str(folder), "-o", str(best)]
     assert run(words) == 0
     told = capfd.readouterr().err
-    knobs = read_result(folder).knobs
-    assert knobs is not None
+    knobs = not_none(read_result(folder).knobs)
     assert knobs.settings == {"enable-prefix-caching": True}
     assert knobs.together in told
     assert told.index(knobs.together) < told.index("the limits alone:")

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from support.optional import not_none
 from support.planted import PlantedSource
 from support.planted_cases import PlantedCase, Truth, drawn_case, recordings
 from support.planted_judged import INFEASIBLE, judged_run
@@ -179,8 +180,7 @@ def test_where_no_race_is_held_whoever_could_be_the_best_was_looked_at(tmp_path:
     assert len(second) == 1
     assert not first & second
     assert looks.finalists <= first | second
-    found = result.recommendation
-    assert found is not None
+    found = not_none(result.recommendation)
     assert found.verdict == "change"
     assert f"{found.max_num_seqs}/{found.max_num_batched_tokens}" in first | second
 
@@ -232,8 +232,7 @@ def test_a_run_finds_the_gain_that_was_planted() -> None:
     assert row.said.verdict == "change"
     assert row.true.is_ever_better
     assert row.true.tier is Tier.GOOD
-    assert row.true.loss is not None
-    assert row.true.loss < 0.1
+    assert not_none(row.true.loss) < 0.1
     assert row.engine_s < 1.5 * case.budget_s
     again = judged_run(truth, seed=0)
     assert (again.said, again.engine_s) == (row.said, row.engine_s)
@@ -287,8 +286,7 @@ def test_where_the_kv_cache_binds_each_setting_is_judged_by_blocks_of_its_own() 
     truth, heard = Truth.of(case, None), Heard()
     row = judged_run(truth, 0, heard)
     assert any("the KV cache binds" in line for line in heard.lines)
-    assert row.true.loss is not None
-    assert row.true.loss < 0.02
+    assert not_none(row.true.loss) < 0.02
 
 
 @pytest.mark.slow
@@ -303,8 +301,7 @@ def test_who_may_be_the_best_by_blocks_of_its_own_races_before_it_is_recommended
     assert row.said.verdict == "change"
     assert f"race {row.said.limits}" in heard.lines[said:]
     assert f"race {row.said.limits}" not in heard.lines[:said]
-    assert row.true.loss is not None
-    assert row.true.loss < 0.02
+    assert not_none(row.true.loss) < 0.02
 
 
 class Heard(Listener):

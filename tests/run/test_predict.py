@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from support.optional import not_none
 from support.run_parts import CEILING, ToyPredictor, a_profile, a_run, a_space
 from support.toy import ToyCosts, ToySource
 from support.toy_tune import CROWDED
@@ -18,7 +19,7 @@ from tuner.replay.plan import ReplayPlan
 from tuner.replay.runner import Failure
 from tuner.run.context import Workload
 from tuner.run.directory import TRIALS_FILE
-from tuner.run.drawing import decide
+from tuner.run.drawing import Drawing
 from tuner.run.predict import Predictions, capacity_per_s, cross_check, offered_per_s, predict
 from tuner.run.sessions.shadow import predict_space
 from tuner.search.budget import Aim
@@ -78,12 +79,11 @@ def test_every_setting_is_predicted_once_on_the_whole_workload() -> None:
     found = predicted(TRACE, space, source)
     assert {CURRENT, *space.grid()} <= set(found.outcomes)
     assert all(isinstance(m, Measurement) and not m.cut_reason for m in found.outcomes.values())
-    best = leader(found.observations)
-    assert best is not None
+    best = not_none(leader(found.observations))
     on_grid = [value_at(limits, source, TRACE) for limits in space.grid()]
     assert best.score.value == pytest.approx(value_at(best.limits, source, TRACE))
     assert best.score.value <= min(on_grid) * (1 + TIE_RATIO)
-    trials = [trial for trial, _ in found.recorded()]
+    trials = found.recorded()
     assert [t.number for t in trials] == list(range(len(found.outcomes)))
     assert {t.engine for t in trials} == {"shadow"}
 
@@ -95,9 +95,8 @@ def test_what_lies_between_the_best_and_its_neighbours_is_looked_at() -> None:
     seen = predicted(TRACE, space, source).observations
     best = leader(seen)
     values = [value_at(EngineLimits(cap, 2048), source, TRACE) for cap in range(1, 33)]
-    assert best is not None
     # Refining stops at caps a fifth apart, on this curve 4 %; the leader may tie within 3 %.
-    assert best.score.value <= min(values) * 1.07
+    assert not_none(best).score.value <= min(values) * 1.07
 
 
 def smallest_of_the_best(trace: Trace, tail: str, settings: list[EngineLimits]) -> EngineLimits:
@@ -114,8 +113,7 @@ def test_ties_go_to_the_smallest_limits() -> None:
     """Eight requests at a time: what has room for them is the same, whatever it is."""
     trace, space = bursts_of(8), a_space(EngineLimits(1, 2048))
     found = predicted(trace, space, ToySource())
-    best = leader(found.observations)
-    assert best is not None
+    best = not_none(leader(found.observations))
     tail = found.workload.scoring.tail
     assert best.limits == smallest_of_the_best(trace, tail, space.grid())
     assert best.limits == EngineLimits(8, 512)
@@ -125,8 +123,7 @@ def test_a_smaller_cap_with_room_to_spare_goes_before_the_largest() -> None:
     """Six requests at a time: of the grid 8 has room for them, and 6 lies beside it."""
     trace, space = bursts_of(6), a_space(EngineLimits(1, 2048))
     found = predicted(trace, space, ToySource())
-    best = leader(found.observations)
-    assert best is not None
+    best = not_none(leader(found.observations))
     assert best.limits == EngineLimits(6, 512)
     tail = found.workload.scoring.tail
     assert smallest_of_the_best(trace, tail, space.grid()) == EngineLimits(8, 512)
@@ -136,7 +133,8 @@ def test_what_is_as_good_as_the_current_one_does_not_replace_it() -> None:
     """No cap binds at one request in two seconds, neither the current one of 16."""
     trace, space = steady(60, per_s=0.5, prompt=50, output=20), a_space(CURRENT)
     found = predicted(trace, space, ToySource())
-    assert decide(ToyPredictor(a_profile()), found, space).verdict is RaceVerdict.KEEP
+    decided = Drawing(ToyPredictor(a_profile()), found).decide(space.current)
+    assert decided.verdict is RaceVerdict.KEEP
 
 
 def test_a_setting_that_fails_is_an_outcome_and_the_others_are_ranked() -> None:
@@ -146,8 +144,7 @@ def test_a_setting_that_fails_is_an_outcome_and_the_others_are_ranked() -> None:
     assert failed
     assert min(failed).max_num_seqs > 16
     assert all("no memory for" in failure.cause for failure in failed.values())
-    best = leader(found.observations)
-    assert best is not None
+    best = not_none(leader(found.observations))
     assert best.limits.max_num_seqs <= 16
 
 

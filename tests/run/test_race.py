@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from support.odd_toys import FragileSource
+from support.optional import not_none
 from support.paths import ROOT
 from support.race_parts import BETTER, CROWDED_TOY, CURRENT, TRACE, WORSE, known_ratio
 from support.run_parts import Heard, ToyRun, a_profile, a_run, a_space
@@ -47,8 +48,7 @@ def test_a_race_hears_of_every_step_and_runs_no_round_twice(tmp_path: Path) -> N
     heard: list[EngineLimits] = []
 
     def on_log(limits: EngineLimits, log: ReplayLog) -> None:
-        assert log.kept_steps is not None
-        assert len(log.kept_steps)
+        assert len(not_none(log.kept_steps))
         heard.append(limits)
 
     field = [BETTER, CURRENT]
@@ -62,9 +62,7 @@ def test_a_race_hears_of_every_step_and_runs_no_round_twice(tmp_path: Path) -> N
     assert found == again
     assert (found.verdict, found.winner, found.rounds) == (RaceVerdict.CHANGE, BETTER, 2)
     assert found.gain is not None
-    assert found.gain.low is not None
-    assert found.gain.high is not None
-    assert found.gain.low < known_ratio(BETTER) < found.gain.high
+    assert not_none(found.gain.low) < known_ratio(BETTER) < not_none(found.gain.high)
 
 
 def test_a_round_is_told_with_how_much_the_rate_rises(tmp_path: Path) -> None:
@@ -192,11 +190,10 @@ def test_a_round_that_a_worker_made_of_others_is_not_made_again(tmp_path: Path) 
                 if run.context.journal.rounds(Phase.RACE):
                     return
                 run.context.journal.offer([Round(Phase.RACE, 2, (BETTER, CURRENT), (9.0, 9.0))])
-                claimed = worker.claim(Phase.RACE)
-                assert claimed is not None
+                claimed = not_none(worker.claim(Phase.RACE))
                 made = [t for t in run.context.journal.records() if t.race_round == 1]
                 again = [
-                    (replace(t, race_round=2, attempt="worker"), dict[str, float]())
+                    replace(t, race_round=2, attempt="worker")
                     for t in made
                     if t.limits in {BETTER, CURRENT}
                 ]
@@ -265,11 +262,10 @@ def test_a_replay_is_compared_with_the_simulation_at_its_own_speed(tmp_path: Pat
         predictor = Predictor(profile, run.context.space.ceiling)
         own = at_own_speed(predictor, run.workload, CURRENT, live.busy_s / live.steps)
         as_stated = predictor.measure(run.workload.pieces, CURRENT, run.workload.plan)
-    assert own is not None
     assert isinstance(as_stated, Measurement)
     tail = run.workload.scoring.tail
     measured_s = live.latency("e2e_s", tail)
-    assert own.latency("e2e_s", tail) == pytest.approx(measured_s, rel=0.02)
+    assert not_none(own).latency("e2e_s", tail) == pytest.approx(measured_s, rel=0.02)
     assert as_stated.latency("e2e_s", tail) != pytest.approx(measured_s, rel=0.1)
     assert trial.is_whole
 
@@ -283,6 +279,5 @@ def test_a_replay_whose_host_was_slower_has_a_speed_of_its_own_too(tmp_path: Pat
         live = Predictor(slow).measure(run.workload.pieces, CURRENT, run.workload.plan)
         assert isinstance(live, Measurement)
         step_s = live.busy_s / live.steps
-        own = at_own_speed(Predictor(profile), run.workload, CURRENT, step_s)
-        assert own is not None
+        own = not_none(at_own_speed(Predictor(profile), run.workload, CURRENT, step_s))
         assert own.busy_s / own.steps == pytest.approx(step_s, rel=0.005)

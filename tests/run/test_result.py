@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from support.optional import not_none
 from support.result_parts import CHANGE, CURRENT, GIVEN, GOAL, MEASURED, WINNER, made
 from tuner.errors import Caveat, UsageError
 from tuner.run.drawing import OWN_SPEED
@@ -26,8 +27,7 @@ DEMO_RUN = Path(__file__).parents[2] / "examples" / "demo" / "run"
 
 
 def test_a_change_is_quoted_with_its_gain_and_interval() -> None:
-    advice = made().recommendation
-    assert advice is not None
+    advice = not_none(made().recommendation)
     assert (advice.limits, advice.shown) == (WINNER, WINNER)
     assert advice.is_change
     assert advice.gain_ratio == pytest.approx(-0.2)
@@ -49,8 +49,7 @@ def test_load_limits_and_cache_are_of_what_is_deployed_or_nearest() -> None:
         found = make_outcome(decision, GOAL, records, [], RunFindings(), GIVEN, "complete")
         assert found.load.endswith(load)
         assert ("the load, 1.5 x" in found.limited_by) is (decision is kept)
-    assert found.nearest is not None
-    assert found.nearest.limits == WINNER
+    assert not_none(found.nearest).limits == WINNER
 
 
 def test_more_requests_a_second_are_a_gain_above_zero() -> None:
@@ -100,10 +99,8 @@ def test_who_is_nearest_to_slos_that_nothing_meets_is_kept_with_its_probability(
 def test_a_gain_without_an_interval_is_told_without_one() -> None:
     decision = replace(CHANGE, gain=Estimate(0.9, None, None, 1))
     open_ended, none = made(decision).recommendation, made(replace(CHANGE, gain=None))
-    assert open_ended is not None
-    assert open_ended.gain_interval is None
-    assert none.recommendation is not None
-    assert none.recommendation.gain_ratio is None
+    assert not_none(open_ended).gain_interval is None
+    assert not_none(none.recommendation).gain_ratio is None
 
 
 def kept(folder: Path, content: dict[str, Any]) -> Path:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 from collections.abc import Sequence
-from contextlib import nullcontext, redirect_stderr, redirect_stdout
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +48,10 @@ def values_by_cap(trace: Path, source: ToySource, caps: Sequence[int]) -> dict[i
     return {cap: score.value for cap, score in scores.items() if score.tier is Tier.GOOD}
 
 
-def test_it_finds_the_best_cap_that_trying_them_all_would_find(
-    trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_finds_the_best_cap_that_trying_them_all_would_find(trace: Path) -> None:
     source = ToySource(CROWDED)
     values = values_by_cap(trace, source, range(1, 33))
-    found = run(capsys, source, trace, "--budget", "60s").result["recommendation"]
+    found = run(source, trace, "--budget", "60s").result["recommendation"]
     assert found["verdict"] == "change"
     # Refining stops at caps a fifth apart, on this curve 4 %; the race calls 2 % a tie.
     assert values[found["max_num_seqs"]] <= min(values.values()) * 1.06
@@ -66,35 +63,31 @@ def test_it_finds_the_best_cap_that_trying_them_all_would_find(
 
 
 @pytest.mark.slow
-def test_it_climbs_past_the_ladder_while_the_edge_wins(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_climbs_past_the_ladder_while_the_edge_wins(tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "t.jsonl", per_s=80)
     source = ToySource(ToyCosts(per_seq_s=0.0), current=EngineLimits(2, 2048))
-    done = run(capsys, source, trace, "--max-num-seqs", "2,4,8", "--budget", "60s")
+    done = run(source, trace, "--max-num-seqs", "2,4,8", "--budget", "60s")
     assert done.result["recommendation"]["max_num_seqs"] > 8
     assert "extend" in {trial["phase"] for trial in done.trials}
 
 
 @pytest.mark.slow
-def test_the_budget_of_tokens_is_lowered_where_prefill_floods_hurt(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_budget_of_tokens_is_lowered_where_prefill_floods_hurt(tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "t.jsonl", per_s=20, tick_s=1.0)
     costs = ToyCosts(per_seq_s=0.0, per_prefill_token_s=0.0, flood_tokens=600, flood_s=0.001)
     source = ToySource(costs, current=EngineLimits(64, 8192))
-    done = run(capsys, source, trace, "--max-num-seqs", "32,64", "--budget", "60s")
+    done = run(source, trace, "--max-num-seqs", "32,64", "--budget", "60s")
     best = done.result["recommendation"]["best_measured"]["max_num_batched_tokens"]
     assert best < 8192
     assert "budget" in {trial["phase"] for trial in done.trials}
 
 
 @pytest.mark.slow
-def test_it_keeps_what_is_best_already(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_keeps_what_is_best_already(trace: Path) -> None:
     values = values_by_cap(trace, ToySource(CROWDED), range(8, 17))
     best = min(values, key=lambda cap: values[cap])
     source = ToySource(CROWDED, noise_ratio=0.02, current=EngineLimits(best, 2048))
-    done = run(capsys, source, trace, *SHORT)
+    done = run(source, trace, *SHORT)
     assert done.result["recommendation"]["verdict"] == "keep"
     assert limits_of(read_config(done.emitted).values) == (best, 2048)
     assert "keep what you have" in done.talk
@@ -106,12 +99,10 @@ def test_it_keeps_what_is_best_already(trace: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.slow
-def test_equal_configurations_are_never_told_apart(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_equal_configurations_are_never_told_apart(tmp_path: Path) -> None:
     """At one request a second no cap above 2 ever binds: whatever is found is noise."""
     trace = write_trace(tmp_path / "t.jsonl", n=100, per_s=1)
-    done = run(capsys, ToySource(noise_ratio=0.1), trace, *SHORT)
+    done = run(ToySource(noise_ratio=0.1), trace, *SHORT)
     assert done.result["recommendation"]["verdict"] == "keep"
 
 
@@ -140,14 +131,12 @@ def test_a_part_of_the_traffic_is_said_and_without_a_file_standard_output_holds_
         assert 0.3 * 14 < shown["requests_per_s"] < 0.7 * 14
 
 
-def test_secrets_reach_the_emitted_file_and_nothing_else(
-    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_secrets_reach_the_emitted_file_and_nothing_else(trace: Path, tmp_path: Path) -> None:
     config = tmp_path / "current.yaml"
     config.write_text(f"model: m\napi-key: {SECRETS[0]}\nhf-token: {SECRETS[1]}\nport: 8000\n")
     secret = f"my-token={SECRETS[2]}"
     more = ("--config", str(config), "--engine-arg", secret, *SHORT)
-    done = run(capsys, ToySource(CROWDED), trace, *more)
+    done = run(ToySource(CROWDED), trace, *more)
     emitted = yaml.safe_load(done.emitted.read_text())
     assert (emitted["api-key"], emitted["hf-token"], emitted["my-token"]) == SECRETS
     assert emitted["port"] == 8000
@@ -165,10 +154,7 @@ def test_secrets_reach_the_emitted_file_and_nothing_else(
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Return one run that several tests look at."""
     trace = write_trace(tmp_path_factory.mktemp("finished") / "t.jsonl")
-    out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err):
-        assert job_on(ToySource(CROWDED), arguments_for(trace, *SHORT)) == 0
-    return Run(trace.parent, err.getvalue(), out.getvalue())
+    return run(ToySource(CROWDED), trace, *SHORT)
 
 
 def test_without_secrets_the_emitted_file_is_for_everyone(finished: Run) -> None:
@@ -220,10 +206,8 @@ def test_it_leaves_a_page_and_the_timelines_of_those_that_raced(finished: Run) -
 
 
 @pytest.mark.slow
-def test_another_format_is_written_in_place_of_vllms(
-    trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    done = run(capsys, ToySource(CROWDED), trace, *SHORT, "--format", "kubernetes")
+def test_another_format_is_written_in_place_of_vllms(trace: Path) -> None:
+    done = run(ToySource(CROWDED), trace, *SHORT, "--format", "kubernetes")
     read = yaml.safe_load(done.emitted.read_text())
     assert read["kind"] == "Deployment"
     (container,) = read["spec"]["template"]["spec"]["containers"]
@@ -338,23 +322,19 @@ def test_the_demo_model_is_a_caveat_and_stands_in_the_file(finished: Run) -> Non
 
 
 @pytest.mark.slow
-def test_a_closed_loop_says_so_and_keeps_its_number_in_flight(
-    trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_closed_loop_says_so_and_keeps_its_number_in_flight(trace: Path) -> None:
     more = ("--load-model", "closed", "--concurrency", "6", *SHORT)
-    done = run(capsys, ToySource(CROWDED), trace, *more)
+    done = run(ToySource(CROWDED), trace, *more)
     assert "closed_loop" in done.caveats
     assert max(t["measurement"]["running"]["max"] for t in done.trials) == 6
 
 
 @pytest.mark.slow
-def test_an_slo_is_a_bound_and_not_a_price(
-    finished: Run, trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_slo_is_a_bound_and_not_a_price(finished: Run, trace: Path) -> None:
     """A cap of ten is best by latency; a bound on TPOT that only smaller ones meet rules."""
     tpot_s = {t["max_num_seqs"]: t["measurement"]["tpot_s"]["p90"] for t in finished.trials}
     slo = f"tpot_p90={tpot_s[4] * 1.02 * 1000:.3f}ms"
-    bound = run(capsys, ToySource(CROWDED), trace, "--slo", slo, *SHORT)
+    bound = run(ToySource(CROWDED), trace, "--slo", slo, *SHORT)
     found = bound.result["recommendation"]
     assert found["max_num_seqs"] < finished.result["recommendation"]["max_num_seqs"]
     assert "SLO tpot_p90" in bound.result["limited_by"]
@@ -362,14 +342,14 @@ def test_an_slo_is_a_bound_and_not_a_price(
 
 @pytest.mark.slow
 def test_a_study_can_be_kept_elsewhere_and_two_runs_of_one_name_there_do_not_mix(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
 ) -> None:
     url = f"sqlite:///{tmp_path / 'both.db'}"
     results: list[Run] = []
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         trace = write_trace(tmp_path / name / "t.jsonl", seed=len(results))
-        results.append(run(capsys, ToySource(CROWDED), trace, "--storage", url, *SHORT))
+        results.append(run(ToySource(CROWDED), trace, "--storage", url, *SHORT))
     assert (tmp_path / "both.db").stat().st_size > 0
     assert not any((run_.run_dir / "study.db").exists() for run_ in results)
     assert [run_.trials[0]["number"] for run_ in results] == [0, 0]

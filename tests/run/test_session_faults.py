@@ -24,13 +24,11 @@ def trace(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_requests_above_the_models_length_are_refused_and_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_requests_above_the_models_length_are_refused_and_counted(tmp_path: Path) -> None:
     path = write_trace(tmp_path / "t.jsonl", n=200)
     long = '{"arrived_at_s": %d, "input_length": 5000, "output_length": 9}\n'
     path.write_text(path.read_text() + "".join(long % second for second in range(40)))
-    done = run(capsys, ToySource(CROWDED), path, "--too-long", "refuse", *SHORT)
+    done = run(ToySource(CROWDED), path, "--too-long", "refuse", *SHORT)
     assert "40 of 240 requests exceed max_model_len 4096: they will be refused" in done.talk
     whole = [t["measurement"] for t in done.trials if t["tier"] != "3 cut short"]
     assert {(m["refused"], m["offered"]) for m in whole} == {(40, 240)}
@@ -73,10 +71,10 @@ def test_a_window_that_cannot_carry_the_slo_is_refused(tmp_path: Path) -> None:
     ("dies", "shown"), [(False, "no memory for"), (True, "the toy died of its limits")]
 )
 def test_a_configuration_that_fails_is_recorded_with_its_cause_and_the_search_goes_on(
-    trace: Path, capsys: pytest.CaptureFixture[str], *, dies: bool, shown: str
+    trace: Path, *, dies: bool, shown: str
 ) -> None:
     source = FragileSource(fails_above=16, dies=dies)
-    done = run(capsys, source, trace, "--max-num-seqs", "4,8,16,32", "--budget", "60s")
+    done = run(source, trace, "--max-num-seqs", "4,8,16,32", "--budget", "60s")
     failed = [t for t in done.trials if t["tier"] == "4 failed"]
     assert {t["max_num_seqs"] for t in failed} >= {32}
     for trial in failed:
@@ -93,13 +91,11 @@ def test_a_configuration_that_fails_is_recorded_with_its_cause_and_the_search_go
 
 
 @pytest.mark.slow
-def test_caps_that_all_fail_above_the_current_do_not_end_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_caps_that_all_fail_above_the_current_do_not_end_the_run(tmp_path: Path) -> None:
     """Three failures in a row are the fault of three caps while a lower one works."""
     trace = write_trace(tmp_path / "t.jsonl", per_s=40)
     source = FragileSource(fails_above=16)
-    done = run(capsys, source, trace, "--max-num-seqs", "16,32,64", "--budget", "60s")
+    done = run(source, trace, "--max-num-seqs", "16,32,64", "--budget", "60s")
     assert done.result["recommendation"]["max_num_seqs"] == 16
     assert sum(t["tier"] == "4 failed" for t in done.trials) >= 3
 
@@ -115,12 +111,10 @@ def test_an_engine_that_never_works_ends_the_run_with_its_last_words(trace: Path
 
 
 @pytest.mark.slow
-def test_a_current_configuration_that_fails_is_an_infeasible_trial_0(
-    trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_current_configuration_that_fails_is_an_infeasible_trial_0(trace: Path) -> None:
     source = FragileSource(CROWDED, fails_above=15)
     more = ("--window", "all", "--max-num-seqs", "8", "--budget", "60s")
-    done = run(capsys, source, trace, *more)
+    done = run(source, trace, *more)
     assert (done.trials[0]["tier"], done.trials[0]["measurement"]) == ("4 failed", None)
     assert "no memory for 16" in done.trials[0]["cause"]
     found = done.result["recommendation"]

@@ -11,13 +11,14 @@ from contextlib import contextmanager
 import pytest
 from optuna.trial import FrozenTrial
 
+from support.optional import not_none
 from support.postgres import PostgresServer, postgres
 from tuner.engine.limits import EngineLimits
 from tuner.errors import StorageError
 from tuner.run import storage
 from tuner.run.journal import Journal, Round
 from tuner.search.objective import Score, Tier
-from tuner.search.trials import Phase, Recorded, Trial
+from tuner.search.trials import Phase, Trial
 from tuner.traffic.windows import Window
 
 LIMITS = EngineLimits(8, 1024)
@@ -51,7 +52,7 @@ def a_record(number: int, phase: Phase = Phase.LADDER) -> Trial:
     return Trial.of(number, LIMITS, phase, 0, GOOD, {}, "why", attempt="a")
 
 
-TWICE: list[Recorded] = [(a_record(0, Phase.RACE), {})] * 2
+TWICE = [a_record(0, Phase.RACE)] * 2
 
 
 @pytest.mark.slow
@@ -63,16 +64,15 @@ def test_a_server_that_restarts_is_waited_for_in_whatever_is_asked_of_it(
     with away(own, 1.0):
         number = journal.begin(LIMITS)
     with away(own, 1.0):
-        assert journal.finish(number, a_record(number), {"ttft_p99": -0.5})
+        assert journal.finish(number, a_record(number))
     with away(own, 1.0):
         journal.offer([a_round(1), a_round(2)])
     with away(own, 1.0):
         claimed = journal.claim(Phase.RACE)
-    assert claimed is not None
     with away(own, 1.0):
-        assert journal.finish_round(claimed[0], TWICE)
+        assert journal.finish_round(not_none(claimed)[0], TWICE)
     with away(own, 1.0):
-        journal.add([(a_record(0, Phase.SHADOW), {})])
+        journal.add([a_record(0, Phase.SHADOW)])
     with away(own, 1.0):
         journal.withdraw(Phase.RACE)
     with away(own, 1.0):
@@ -94,8 +94,7 @@ def test_what_was_done_just_before_its_answer_got_lost_is_not_done_again(
 ) -> None:
     journal = Journal(f"postgresql+psycopg://{own.address}/postgres", "twice")
     journal.offer([a_round(1)])
-    claimed = journal.claim(Phase.RACE)
-    assert claimed is not None
+    claimed = not_none(journal.claim(Phase.RACE))
     real, lost = journal._study.add_trial, [True]
 
     def added(trial: FrozenTrial) -> None:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.optional import not_none
 from support.run_parts import ToyPredictor, ToyRun, a_profile, a_run, a_space
 from support.toy import ToySource
 from support.traffic import replay_toy, steady
@@ -40,6 +41,14 @@ def planned(run: ToyRun, left_s: float, *replays_s: float) -> RacePlan:
         for limits, took_s in zip(FIELD, replays_s, strict=True)
     }
     return run.plan(*FIELD, predicted=predicted)
+
+
+def planned_on(
+    run: ToyRun, windows: tuple[Window, ...], life_s: float = math.inf
+) -> RacePlan | None:
+    """Return the race of two on windows, where a request lives so long."""
+    predictor, context = ToyPredictor(a_profile()), run.context
+    return plan_race(context, predictor, context.aim, [BEST, CURRENT], windows, life_s)
 
 
 @pytest.fixture
@@ -110,42 +119,35 @@ def test_more_time_never_means_fewer_who_race(
 
 def test_a_race_that_does_not_fit_is_cut_to_a_stretch_that_does(run: ToyRun) -> None:
     """Two rounds of the whole trace take some seconds on the toy's clock."""
-    predictor = ToyPredictor(a_profile())
-    context = run.context
-    wanted = run.workload.windows
-    whole_plan = plan_race(context, predictor, context.aim, [BEST, CURRENT], wanted, math.inf)
-    assert whole_plan is not None
+    context, wanted = run.context, run.workload.windows
+    whole_plan = not_none(planned_on(run, wanted))
     assert whole_plan.workload.windows == wanted
     took_s = sum(m.busy_s for m in whole_plan.predicted.values())
     context.stopwatch.total_s += 2.0 * took_s - context.left_s
-    shorter = plan_race(context, predictor, context.aim, [BEST, CURRENT], wanted, 0.0)
-    assert shorter is not None
+    shorter = not_none(planned_on(run, wanted, 0.0))
     assert shorter.workload.requests < run.workload.requests
     assert 2 * sum(m.busy_s for m in shorter.predicted.values()) < context.left_s
     # How long that is beside the life of a request, where it is not all there is.
     assert whole_plan.lives is None
-    assert shorter.lives is not None
     (window,) = shorter.workload.windows
     current = shorter.predicted[CURRENT].latency("e2e_s", "p50")
-    assert shorter.lives == (window.length_s, current)
+    assert not_none(shorter.lives) == (window.length_s, current)
     context.stopwatch.total_s = 0.0
-    assert plan_race(context, predictor, context.aim, [BEST, CURRENT], wanted, math.inf) is None
+    assert planned_on(run, wanted) is None
 
 
 def test_a_race_holds_as_many_requests_as_its_slos_need_or_none_is_run(tmp_path: Path) -> None:
     """A p99 needs a hundred; without the time for them the prediction stands."""
-    predictor, trace = ToyPredictor(a_profile()), steady(400, per_s=14.0, prompt=110, output=35)
+    trace = steady(400, per_s=14.0, prompt=110, output=35)
     slos = (Slo.parse("e2e_p99=60s"),)
     seen = []
     with a_run(tmp_path, trace, a_space(CURRENT), ToySource(), slos) as run:
         context, wanted = run.context, (whole(trace),)
-        args = (context, predictor, context.aim, [BEST, CURRENT], wanted, 0.0)
-        all_of_it = plan_race(*args)
-        assert all_of_it is not None
+        all_of_it = not_none(planned_on(run, wanted, 0.0))
         took_s = sum(m.busy_s for m in all_of_it.predicted.values())
         for share in (3.0, 2.0, 1.5, 1.0, 0.5, 0.1):
             context.stopwatch.total_s += share * took_s - context.left_s
-            plan = plan_race(*args)
+            plan = planned_on(run, wanted, 0.0)
             seen.append(0 if plan is None else plan.workload.requests)
     assert all(count == 0 or count >= 100 for count in seen)
     assert seen[-1] == 0 < seen[0]
@@ -156,25 +158,20 @@ def test_what_comes_before_a_window_is_replayed_for_as_long_as_a_request_lives(
     run: ToyRun,
 ) -> None:
     """It is not measured, and takes its part of the time."""
-    predictor, context = ToyPredictor(a_profile()), run.context
-    middle = whole(context.trace).end_s / 2
+    middle = whole(run.context.trace).end_s / 2
     wanted = (warmed(Window(0.6 * middle, 2.0 * middle)),)
     bare = (wanted[0].with_lead_in(0.0),)
-    found = {}
-    for name, windows, life_s in (("long", wanted, math.inf), ("short", wanted, 0.1 * middle)):
-        plan = plan_race(context, predictor, context.aim, [BEST, CURRENT], windows, life_s)
-        assert plan is not None
-        found[name] = plan
-    plan = plan_race(context, predictor, context.aim, [BEST, CURRENT], bare, math.inf)
-    assert plan is not None
-    assert found["long"].workload.windows == wanted
-    assert found["short"].workload.windows[0].lead_in_s == pytest.approx(0.1 * middle)
-    for warm in found.values():
+    long = not_none(planned_on(run, wanted))
+    short = not_none(planned_on(run, wanted, 0.1 * middle))
+    plan = not_none(planned_on(run, bare))
+    assert long.workload.windows == wanted
+    assert short.workload.windows[0].lead_in_s == pytest.approx(0.1 * middle)
+    for warm in (long, short):
         assert warm.workload.requests == plan.workload.requests
         assert warm.workload.scoring == plan.workload.scoring
         (piece,) = warm.workload.pieces
         assert len(piece) > piece.measured == plan.workload.requests
-    assert found["long"].replay_s(CURRENT) > 1.2 * plan.replay_s(CURRENT)
+    assert long.replay_s(CURRENT) > 1.2 * plan.replay_s(CURRENT)
 
 
 def test_a_closed_loop_replays_nothing_before_a_window(run: ToyRun) -> None:
@@ -182,13 +179,11 @@ def test_a_closed_loop_replays_nothing_before_a_window(run: ToyRun) -> None:
     trace, closed = run.context.trace, LoadModel.CLOSED
     chosen = WindowChoice(WindowKind.PEAK, trace.duration_s / 3)
     options = TuningOptions(trace, window=chosen, load_model=closed, concurrency=8)
-    wanted = aim_of(options, trace).window
-    assert wanted is not None
+    wanted = not_none(aim_of(options, trace).window)
     assert wanted.start_s > 0
     assert wanted.lead_in_s == 0
     assert aim_of(TuningOptions(trace, window=chosen), trace).window == warmed(wanted)
     aim = replace(run.context.aim, plan=ReplayPlan(load_model=closed, concurrency=8))
     predictor, windows = ToyPredictor(a_profile()), (warmed(wanted),)
-    raced = plan_race(run.context, predictor, aim, [BEST, CURRENT], windows, math.inf)
-    assert raced is not None
+    raced = not_none(plan_race(run.context, predictor, aim, [BEST, CURRENT], windows, math.inf))
     assert raced.workload.windows == (wanted,)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from support.capacity_parts import REQUESTS, SLOS, a_trace, truly
+from support.optional import not_none
 from support.planted import PlantedEngine, PlantedSource
 from support.planted_machine import MACHINES, MOODS, Machine
 from support.run_parts import Heard
@@ -134,8 +135,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def finding(result: RunResult, name: str) -> VariantFinding:
-    assert result.variants is not None
-    return next(one for one in result.variants.others if one.name == name)
+    return next(one for one in not_none(result.variants).others if one.name == name)
 
 
 @pytest.mark.slow
@@ -146,14 +146,12 @@ def test_each_is_told_as_it_truly_is_at_its_own_best_limits(folder: Path) -> Non
         assert found.limits is not None
         e2e_s = truly_with(times, found.limits).latency("e2e_s", "p50")
         assert found.latencies_s["e2e_p50"] == pytest.approx(e2e_s, rel=0.06)
-        assert found.capacity_limits is not None
-        true = truly_with(times, found.capacity_limits)
+        true = truly_with(times, not_none(found.capacity_limits))
         assert true.capacity is not None
         assert true.capacity >= (truly_with(times, found.limits).capacity or 0.0)
         true_per_s = true.capacity * REQUESTS / a_trace().duration_s
         assert found.capacity_per_s == pytest.approx(true_per_s, rel=0.1)
-        assert found.capacity_interval is not None
-        low, high = found.capacity_interval
+        low, high = not_none(found.capacity_interval)
         assert low < true_per_s < high
         # Of five stretches of traffic alone, at whichever limits bear the most.
         assert high < 5 * low
@@ -161,12 +159,9 @@ def test_each_is_told_as_it_truly_is_at_its_own_best_limits(folder: Path) -> Non
             PRICE / 3.6 / (found.capacity_per_s or 0), rel=1e-9
         )
     quick, slow = finding(result, "quick"), finding(result, "slow")
-    assert quick.gain_ratio is not None
-    assert quick.gain_ratio < -0.2
-    assert quick.p_better is not None
-    assert quick.p_better > 0.95
-    assert slow.p_better is not None
-    assert slow.p_better < 0.05
+    assert not_none(quick.gain_ratio) < -0.2
+    assert not_none(quick.p_better) > 0.95
+    assert not_none(slow.p_better) < 0.05
 
 
 @pytest.mark.slow
@@ -175,8 +170,7 @@ def test_one_that_does_not_start_is_a_result_beside_the_others(folder: Path) -> 
     broken = finding(result, "broken")
     assert broken.limits is None
     assert "no kernel image" in broken.failure
-    assert result.variants is not None
-    lines = result.variants.lines
+    lines = not_none(result.variants).lines
     assert lines[2].startswith("variant broken (planted-breaks true): does not run: the engine")
     assert re.search(r"bears [\d.]+ requests/s, interval [\d.]+ … [\d.]+,? ?(at|\()", lines[0])
     assert "requests cost" in lines[0]
@@ -279,8 +273,7 @@ def test_knobs_are_looked_at_in_the_run_of_each(tmp_path: Path) -> None:
     with on_virtual_time(source.clock):
         tune(asked, source=source)
     for folder in (path, path / "variants" / "quick"):
-        knobs = read_result(folder).knobs
-        assert knobs is not None
+        knobs = not_none(read_result(folder).knobs)
         assert [one.knob for one in knobs.findings] == ["long-prefill"]
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.optional import not_none
 from support.toy import ToyCosts, ToySource
 from support.traffic import ToyPrompts, steady
 from tuner.engine.limits import EngineLimits
@@ -83,9 +84,7 @@ def searched(measured: Measure, space: SearchSpace = SPACE) -> list[Observation]
 
 
 def won(history: Sequence[Observation]) -> Observation:
-    best = leader(history)
-    assert best is not None
-    return best
+    return not_none(leader(history))
 
 
 def near(score: Score, best: Score, tolerance_ratio: float = 0.05) -> bool:

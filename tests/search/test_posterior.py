@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.optional import not_none
 from tuner.engine.limits import EngineLimits
 from tuner.errors import NoFeasibleConfigError
 from tuner.search.effects import Effects
@@ -88,8 +89,7 @@ def test_that_slos_are_met_on_other_hours_too_has_a_probability_of_its_own() -> 
             return drawn[:, [(CURRENT, OTHER).index(limits) for limits in some]]
 
         found = Draws.of((CURRENT, OTHER), point, drawn_of(point) * calm, others, 16)
-        odds = found.decide(CURRENT).odds
-        assert odds is not None
+        odds = not_none(found.decide(CURRENT).odds)
         assert found.decide(CURRENT).verdict is verdict
         assert odds.p_slo == 1.0
         assert odds.p_slo_elsewhere == pytest.approx(0.63, abs=0.06)
@@ -113,8 +113,9 @@ def test_a_ratio_is_of_the_metric_that_was_decided_by() -> None:
     for metric, ratio in (("e2e_p99", 0.5), (WORST_SLACK, 0.98 / 0.99)):
         elsewhere, here = found.ratios(OTHER, CURRENT, metric)
         assert elsewhere is not None
-        assert here is not None
-        assert [elsewhere.value, here.value] == pytest.approx([ratio, ratio], rel=0.001)
+        assert [elsewhere.value, not_none(here).value] == pytest.approx(
+            [ratio, ratio], rel=0.001
+        )
 
 
 def test_a_gain_that_may_be_none_keeps_the_current_one_and_says_how_likely_it_is() -> None:
@@ -152,26 +153,21 @@ def test_of_each_setting_it_is_told_what_it_costs_and_how_probably_it_is_right()
     assert [one.limits for one in found.standings] == [OTHER, CURRENT, THIRD]
     best, kept, broken = found.standings
     assert best.p_best is not None
-    assert kept.p_best is not None
-    assert best.p_best + kept.p_best == pytest.approx(1.0)
+    assert best.p_best + not_none(kept.p_best) == pytest.approx(1.0)
     assert best.p_best > 0.99
-    assert best.loss is not None
-    assert kept.loss is not None
-    assert best.loss < 0.01 < kept.loss == pytest.approx(0.25, abs=0.05)
+    assert not_none(best.loss) < 0.01 < not_none(kept.loss) == pytest.approx(0.25, abs=0.05)
     # What it costs by itself: what all share does not cancel.
     low, *_, high = best.quantiles
     assert high / low == pytest.approx(math.exp(2 * 1.645 * math.hypot(0.2, 0.05)), rel=0.1)
     assert (broken.p_best, broken.loss) == (None, None)
-    assert broken.p_slo is not None
-    assert broken.p_slo < 0.1
+    assert not_none(broken.p_slo) < 0.1
     assert draws(FAILED, score(5.0)).decide(CURRENT).standings[0].limits == OTHER
 
 
 def test_a_bound_that_may_break_is_left_for_one_that_surely_holds_at_any_price() -> None:
     found = draws(score(1.0, slo=0.99), score(3.0, slo=0.6), common=0.01).decide(CURRENT)
     assert (found.verdict, found.winner) == (RaceVerdict.CHANGE, OTHER)
-    assert found.odds is not None
-    assert found.odds.p_slo == 1.0
+    assert not_none(found.odds).p_slo == 1.0
     # The current one may hold as well, and is better then.
     shaky = draws(score(1.0, slo=0.8), score(3.0, slo=0.6), common=0.01).decide(CURRENT)
     assert shaky.winner == CURRENT
@@ -180,9 +176,7 @@ def test_a_bound_that_may_break_is_left_for_one_that_surely_holds_at_any_price()
 def test_of_those_that_break_the_slos_alike_it_is_what_is_optimised_that_decides() -> None:
     found = draws(score(2.0, slo=1.5), score(1.5, slo=1.5), error=0.01).decide(CURRENT)
     assert (found.verdict, found.winner, found.metric) == (RaceVerdict.CHANGE, OTHER, "e2e_p99")
-    assert found.odds is not None
-    assert found.odds.p_slo is not None
-    assert found.odds.p_slo < 0.1
+    assert not_none(not_none(found.odds).p_slo) < 0.1
 
 
 def test_where_nothing_sustains_the_load_the_slos_still_count() -> None:
@@ -217,9 +211,7 @@ def test_with_a_margin_only_those_contend_that_keep_their_slos_with_room_to_spar
 def test_where_every_slo_breaks_it_is_the_setting_that_breaks_it_least() -> None:
     found = draws(score(1.0, slo=3.0), score(2.0, slo=1.5)).decide(CURRENT)
     assert (found.winner, found.metric) == (OTHER, WORST_SLACK)
-    assert found.odds is not None
-    assert found.odds.p_slo is not None
-    assert found.odds.p_slo < 0.2
+    assert not_none(not_none(found.odds).p_slo) < 0.2
 
 
 @pytest.mark.parametrize(
@@ -268,8 +260,7 @@ def test_somebody_is_left_where_each_bears_the_load_in_half_of_the_draws(
 def test_where_nothing_sustains_the_load_the_shorter_tail_wins() -> None:
     found = draws(score(30.0, load=3.0), score(9.0, load=1.5)).decide(CURRENT)
     assert (found.winner, found.metric) == (OTHER, "e2e_p99")
-    assert found.odds is not None
-    assert (found.odds.p_sustained or 0.0) < 0.1
+    assert (not_none(found.odds).p_sustained or 0.0) < 0.1
     meets = draws(score(30.0, load=3.0), score(40.0, load=0.7)).decide(CURRENT)
     assert meets.winner == OTHER
 
@@ -424,8 +415,7 @@ def test_nothing_is_told_of_a_load_that_no_setting_is_judged_by() -> None:
     assert found.odds.text.startswith("P(better) 1.00, keeping loses 2")
     assert {standing.p_sustained for standing in found.standings} == {None}
     alone = draws(score(2.0, load=None)).decide(CURRENT)
-    assert alone.odds is not None
-    assert alone.odds.text == ""
+    assert not_none(alone.odds).text == ""
 
 
 def test_a_load_that_is_just_missed_is_no_reason_to_take_a_longer_tail() -> None:
@@ -461,8 +451,7 @@ def test_a_keep_says_how_probably_which_other_setting_is_better_and_what_keeping
     point = [score(2.0, slo=0.5), score(2.6, slo=0.5), score(2.02, slo=0.5)]
     found = draws(*point, error=0.02, common=0.01).decide(CURRENT)
     assert (found.verdict, found.best) == (RaceVerdict.KEEP, CURRENT)
-    odds = found.odds
-    assert odds is not None
+    odds = not_none(found.odds)
     assert odds.rival == THIRD
     # One that is 1 % worse, where both scatter by 2 %.
     assert odds.p_better == pytest.approx(0.36, abs=0.07)
@@ -488,6 +477,5 @@ def test_one_that_may_break_a_bound_is_not_said_to_be_no_better() -> None:
 
 
 def test_of_a_setting_that_is_alone_no_odds_against_itself_are_told() -> None:
-    odds = draws(score(2.0)).decide(CURRENT).odds
-    assert odds is not None
+    odds = not_none(draws(score(2.0)).decide(CURRENT).odds)
     assert odds.text == "P(load sustained) 1.00, beside no other setting"

@@ -64,12 +64,6 @@ def test_what_has_no_value_is_written_without_one_and_read_as_the_worst(tier: Ti
     assert (seen.peak_running, seen.peak_step_tokens, seen.decode_step_s) == (0, 0, None)
 
 
-@pytest.mark.parametrize("phase", list(Phase))
-def test_only_what_was_predicted_is_of_the_shadow(phase: Phase) -> None:
-    expected = "shadow" if phase is Phase.SHADOW else "live"
-    assert a_record(0, phase).engine == expected
-
-
 def test_a_decision_rests_on_the_live_windows_where_there_are_any() -> None:
     records = [
         a_record(0, Phase.CALIBRATE),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from support.toy import ToySource
 from support.toy_tune import job_on, lines_of
@@ -39,8 +41,23 @@ def arguments_for(trace: Path, *more: str) -> list[str]:
     ]
 
 
-def run(capsys: pytest.CaptureFixture[str], source: ToySource, trace: Path, *more: str) -> Run:
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a command wrote to its two streams."""
+
+    out: str
+    err: str
+
+
+def shown(call: Callable[[], int]) -> Said:
+    """Run something that has to succeed and return what it wrote."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        assert call() == 0, err.getvalue()
+    return Said(out.getvalue(), err.getvalue())
+
+
+def run(source: ToySource, trace: Path, *more: str) -> Run:
     """Run the live job to its end and return what it left."""
-    assert job_on(source, arguments_for(trace, *more)) == 0
-    out, err = capsys.readouterr()
-    return Run(trace.parent, err, out)
+    said = shown(lambda: job_on(source, arguments_for(trace, *more)))
+    return Run(trace.parent, said.err, said.out)

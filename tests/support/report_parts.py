@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 from collections.abc import Mapping
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from support.job_parts import arguments_for
+from support.job_parts import run
 from support.toy import ToyCosts, ToySource
-from support.toy_tune import CROWDED, job_on, write_trace
+from support.toy_tune import CROWDED, write_trace
 from support.traffic import replay_toy
 from tuner.engine.limits import EngineLimits
 from tuner.replay.metrics import measure
@@ -39,8 +37,7 @@ def live_run(folder: Path) -> Path:
     """Tune the toy live under a model and a trace with dangerous names; return what it left."""
     trace = write_trace(folder / "a&b <b>.jsonl", n=200)
     limits = ("--max-num-seqs", "2,4,8,16", "--budget", "40s", "--slo", "e2e_p95=1500ms")
-    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        assert job_on(SOURCE, arguments_for(trace, "--model", EVIL, *limits)) == 0
+    run(SOURCE, trace, "--model", EVIL, *limits)
     run_dir = folder / "run"
     result = read(run_dir, RESULT_FILE)
     replayed = read_trace(trace)
@@ -96,7 +93,7 @@ def predicted(trace: Trace, grid: list[EngineLimits], first: int) -> list[dict[s
         msgspec.to_builtins(
             judged(
                 number, limits, Phase.SHADOW, measure([replay_toy(trace, limits, source)]), goal
-            )[0]
+            )
         )
         for number, limits in enumerate(grid, start=first)
     ]

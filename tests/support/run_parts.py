@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sqlalchemy import text
+
+from support.optional import not_none
 from support.toy import ToyCosts, ToyEngine, ToySource
 from support.traffic import replay_toy
 from tuner.engine.limits import EngineLimits
@@ -188,3 +191,17 @@ def a_run(
     finally:
         journal.close()
         run_dir.close()
+
+
+def go_silent(journal: Journal, number: int) -> None:
+    """Make a claim look as after a long hang: its heart stands still and beat long ago."""
+    not_none(journal._held[number][1]).stop()
+    with journal._storage.engine.begin() as connection:
+        beat = connection.execute(
+            text(
+                "UPDATE trial_heartbeats SET heartbeat = '2000-01-01 00:00:00' WHERE trial_id ="
+                " (SELECT trial_id FROM trials WHERE number = :number AND study_id = :study)"
+            ),
+            {"number": number, "study": journal._study_id},
+        )
+    assert beat.rowcount == 1

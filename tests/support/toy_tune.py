@@ -23,10 +23,11 @@ from support.toy import ToyCosts, ToySource
 from tuner.cli import hear_endings, hear_no_more
 from tuner.cli.commands import tune
 from tuner.cli.console import say, say_error
+from tuner.cli.options import path_of
 from tuner.cli.tune import read_job, run_job
-from tuner.cli.worker import WorkerOptions, run_worker
 from tuner.engine.limits import EngineLimits
 from tuner.errors import TunerError
+from tuner.run.worker import work
 
 PATIENCE_S = 60.0
 # Beyond ten sequences a step pays dearly, so a cap near ten is best whatever the ladder says.
@@ -90,8 +91,10 @@ def _source(text: str) -> ToySource:
 
 def worker_on(source: ToySource, arguments: Sequence[str]) -> int:
     """Work for a run as `tune worker` does, but with a toy. Raises: TunerError."""
-    context = tune.commands["worker"].make_context("worker", list(arguments))
-    return run_worker(WorkerOptions.parse(context.params), source)
+    given = tune.commands["worker"].make_context("worker", list(arguments)).params
+    config = path_of(given["config"])
+    work(Path(given["run_dir"]), given["storage"], given["trace"], say, source, config)
+    return 0
 
 
 def main(fields: str, arguments: Sequence[str]) -> int:

@@ -14,7 +14,6 @@ import sys
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
     from types import FrameType
 
     from tuner.errors import TunerError
@@ -83,13 +82,6 @@ def _help_columns() -> int:
     return max(_NARROWEST, min(get_terminal_size().columns - 1, _WIDEST))
 
 
-def _one_thread() -> AbstractContextManager[object]:
-    """Return `tuner.stats.one_thread`, imported here since help needs no numpy."""
-    from tuner.stats import one_thread
-
-    return one_thread()
-
-
 def run(arguments: list[str]) -> int:  # noqa: PLR0911 - one return per way to end
     """Run the command and return its exit code; every error ends here."""
     import click
@@ -122,15 +114,19 @@ def run(arguments: list[str]) -> int:  # noqa: PLR0911 - one return per way to e
 
 def _invoked(arguments: list[str]) -> int:
     """Read the arguments, do what they say and return the exit code."""
-    from contextlib import nullcontext
+    from contextlib import ExitStack
 
     from tuner.cli.commands import tune
 
-    with nullcontext() if _HELPS.intersection(arguments) else _one_thread():
+    with ExitStack() as held:
+        if not _HELPS.intersection(arguments):  # help needs no numpy
+            from tuner.stats import one_thread
+
+            held.enter_context(one_thread())
         context = tune.make_context("tune", list(arguments), terminal_width=_help_columns())
-        with context:
-            code = tune.invoke(context)
-            sys.stdout.flush()
+        held.enter_context(context)
+        code = tune.invoke(context)
+        sys.stdout.flush()
     return int(code or 0)
 
 
@@ -162,7 +158,6 @@ def _print_no_more() -> None:
 
 
 def _reported(error: TunerError) -> int:
-    """Write an error and return its exit code."""
     from tuner.cli.console import say_error
 
     say_error(error)

@@ -388,15 +388,17 @@ def replay(**params: Any) -> int:
     "--trace", multiple=True, help="Where the run's trace is on this machine; repeatable."
 )
 @file_option("--config", help="Where the run's configuration is on this machine.")
-def worker(**params: Any) -> int:
+def worker(storage: str, run_dir: str, trace: tuple[str, ...], config: str | None) -> int:
     """Help a run from another machine of the same kind, with an engine of its own.
 
     Takes whole rounds of calibration and race until the run, begun with the same --storage, is
     over. It may start late and stop early.
     """
-    from tuner.cli.worker import WorkerOptions, run_worker
+    from tuner.cli.console import say
+    from tuner.run.worker import work
 
-    return run_worker(WorkerOptions.parse(params))
+    work(Path(run_dir), storage, trace, say, config=path_of(config))
+    return 0
 
 
 @command(

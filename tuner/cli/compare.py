@@ -92,7 +92,7 @@ class CompareOptions:
         return cls(
             traffic=TrafficOptions.parse(params),
             engine=EngineOptions.parse(params),
-            shadow=ShadowOptions.parse(params, UsageError("")) if params["profile"] else None,
+            shadow=ShadowOptions.parse(params) if params["profile"] else None,
             tuned=path_of(params["tuned"]),
             limits=LimitOptions.parse(params),
             batches=tuple(
@@ -147,7 +147,6 @@ def _predicted(
     recorded: Trace,
     plan: ReplayPlan,
 ) -> dict[str, list[StrategyRow]]:
-    """Predict every strategy on every kind of traffic."""
     facts, default = source.facts(engine.values), source.profile.current_limits
     predictor = Predictor(source.profile, is_forced=source.is_forced)
     for line in predictor.error.lines():

@@ -270,7 +270,6 @@ def show_outcome(outcome: RunResult, written_to: str) -> None:
 
 
 def _show_advice(outcome: RunResult, advice: Advice) -> None:
-    """Say what to do, what comes of it and what is as good."""
     if outcome.knobs is not None and outcome.knobs.is_deployed:
         say(outcome.knobs.together)
         say("the limits alone:")

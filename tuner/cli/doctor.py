@@ -11,6 +11,7 @@ import ctypes
 import importlib.util
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -25,8 +26,6 @@ from tuner.errors import UsageError
 
 TESTED_VLLM: Final = ((0, 20), (0, 34))
 """First release the tool is written for, and the first that it is not."""
-
-MIN_PYTHON: Final = (3, 11)
 
 NEEDED_FREE_GIB: Final = 2.0
 """Ours: a run directory stays below 100 MB; the rest is room for vLLM's caches and logs."""
@@ -131,7 +130,7 @@ def diagnosis() -> Diagnosis:
         *(_ability_check(name) for name in _ABILITIES),
     )
     parts = (
-        _python_check(),
+        Check("Python", ok=True, found=platform.python_version()),
         *engine,
         *(_library_check(name) for name in _LIBRARIES),
         compiled,
@@ -277,14 +276,6 @@ def kv_space_check(environ: Mapping[str, str]) -> Check:
     )
 
 
-def _python_check() -> Check:
-    """Return whether this interpreter is new enough."""
-    found = ".".join(map(str, sys.version_info[:3]))
-    ok = sys.version_info[:2] >= MIN_PYTHON
-    wanted = ".".join(map(str, MIN_PYTHON))
-    return Check("Python", ok, found, "" if ok else f"make setup PYTHON=python{wanted}")
-
-
 def _vllm_import_check() -> Check:
     """Return whether vLLM really imports, which its metadata cannot promise."""
     name = "import vllm"
@@ -318,7 +309,6 @@ def _compiled_code_check() -> Check:
 
 
 def _ability_check(name: str) -> Check:
-    """Return whether the library is installed that something takes."""
     library, fix, is_required = _ABILITIES[name]
     version = installed_version(library)
     found = f"{library} {version}" if version else f"without {library}"
@@ -335,7 +325,6 @@ def _numa_check() -> Check:
 
 
 def _library_check(name: str) -> Check:
-    """Return whether a library of ours is installed."""
     version = installed_version(name)
     return Check(name, bool(version), version or "missing", "" if version else "make setup")
 

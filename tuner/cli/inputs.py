@@ -242,10 +242,11 @@ class ShadowOptions:
     is_forced: bool
 
     @classmethod
-    def parse(cls, params: Params, missing: UsageError) -> Self:
-        """Return what `SHADOW` says. Raises: `missing` where no profile is named."""
+    def parse(cls, params: Params, missing: UsageError | None = None) -> Self:
+        """Return what `SHADOW` says. Raises: UsageError, `missing` for no profile."""
         if not params["profile"]:
-            raise missing
+            hint = f"name a profile: {WHERE_PROFILES_ARE}"
+            raise missing or UsageError("--profile is missing", hint)
         return cls(Path(params["profile"]), params["force_profile"])
 
     def load(self) -> tuple[Profile, ProfiledEngine]:

@@ -86,17 +86,6 @@ def command(
     return cloup.command(name, context_settings=CONTEXT, epilog=epilog)
 
 
-def stacked(*options: Added[Command]) -> Added[Command]:
-    """Return what adds all these options, in this order, to a command."""
-
-    def decorate(command: Command) -> Command:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
-
-
 def _option(*names: str, **more: Any) -> Added[Any]:
     """Return what adds an option, whose help shows its default if it has one."""
     return click.option(*names, show_default="default" in more, **more)
@@ -165,13 +154,14 @@ TRACE = file_option(
 CONFIG = file_option(
     "--config", help="Current configuration, as `vllm serve --config` takes it (YAML)."
 )
-SLOS = click.option(
-    "--slo",
-    type=SLO,
-    multiple=True,
-    metavar="SLO",
-    help="A bound that must hold, for example ttft_p99=500ms; repeatable.",
-)
+
+
+def _slo_option(ending: str) -> Added[Any]:
+    text = f"A bound that must hold, for example ttft_p99=500ms; {ending}"
+    return click.option("--slo", type=SLO, multiple=True, metavar="SLO", help=text)
+
+
+SLOS = _slo_option("repeatable.")
 CAPS = click.option(
     "--max-num-seqs",
     type=LADDER,
@@ -351,9 +341,8 @@ def traffic_options(
         metavar="SPAN",
         help=f"{part}: all, 5m:10m, peak:300s or typical:300s; default: {default}.",
     )
-    return stacked(
-        reading_options, cloup.option_group("Replaying the trace", window, *_REPLAY_OPTIONS)
-    )
+    replaying = cloup.option_group("Replaying the trace", window, *_REPLAY_OPTIONS)
+    return lambda command: reading_options(replaying(command))
 
 
 engine_options = cloup.option_group(
@@ -398,14 +387,7 @@ retune_options = cloup.option_group(
         among=["balanced", "throughput", "latency", "goodput"],
         help="What is best; default: the run's, else balanced.",
     ),
-    click.option(
-        "--slo",
-        type=SLO,
-        multiple=True,
-        metavar="SLO",
-        help="A bound that must hold, for example ttft_p99=500ms; default: the run's. "
-        "Repeatable.",
-    ),
+    _slo_option("default: the run's. Repeatable."),
     CAPS,
 )
 """What a re-tune by prediction aims at."""

@@ -37,7 +37,6 @@ def trace_plots(trace: Trace, width: int) -> list[str]:
 
 
 def _bars(title: str, edges: Floats, heights: Floats, ticks: Ticks, width: int) -> str:
-    """Return one bar plot as text."""
     middles = (edges[:-1] + edges[1:]) / 2
     places = ticks(float(edges[0]), float(edges[-1]))
     plotext.clear_figure()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
 from tuner.cli.console import say, show_result
 from tuner.cli.inputs import check_output
-from tuner.cli.options import Params, path_of, profile_at
+from tuner.cli.options import Params, path_of
 from tuner.engine.serve_config import read_config
 from tuner.errors import EngineError, TooFewSamplesError, TraceError, UsageError
 from tuner.replay.plan import ReplayPlan
@@ -41,100 +41,50 @@ RELEASES: Final = range(20, 34)
 """The releases 0.N whose schedule the simulator keeps (tests/benchmarks/vllm_versions.py)."""
 
 
-@dataclass(frozen=True, slots=True)
-class ProfileFitOptions:
-    """Which recording teaches, and where the profile goes.
-
-    `steps` are the files of steps, those beside the recording where none is named; `config` is
-    the configuration that was served.
-
-    Raises: UsageError if no recording is named, or the folder of the output is missing.
-    """
-
-    recordings: tuple[Path, ...]
-    steps: tuple[Path, ...]
-    config: Path | None
-    output: Path
-    as_json: bool
-
-    def __post_init__(self) -> None:
-        """Refuse what could not be written later."""
-        if not self.recordings:
-            raise UsageError("--recording is missing", HOW)
-        check_output(self.output)
-
-    @classmethod
-    def parse(cls, params: Params) -> Self:
-        """Return what the command line says. Raises: UsageError."""
-        return cls(
-            recordings=tuple(map(Path, params["recording"])),
-            steps=tuple(map(Path, params["steps"])),
-            config=path_of(params["config"]),
-            output=profile_at(params["output"]),
-            as_json=params["as_json"],
+def wanted_of(params: Params) -> Wanted:
+    """Return for which model on which GPU a profile is derived. Raises: UsageError."""
+    if not _RELEASE.fullmatch(params["vllm"]):
+        raise UsageError(
+            f"--vllm {params['vllm']} is no version of vLLM: expected numbers as in 0.32.0",
+            "name the release whose scheduling is predicted, or leave it out",
         )
-
-
-@dataclass(frozen=True, slots=True)
-class DeriveOptions:
-    """For which model on which GPU a profile is derived, and where it goes.
-
-    Raises: UsageError for an unknown GPU, or if the folder of the output is missing.
-    """
-
-    wanted: Wanted
-    output: Path
-    as_json: bool
-
-    def __post_init__(self) -> None:
-        """Refuse what could not be written later."""
-        check_output(self.output)
-
-    @classmethod
-    def parse(cls, params: Params) -> Self:
-        """Return what the command line says. Raises: UsageError."""
-        if not _RELEASE.fullmatch(params["vllm"]):
-            raise UsageError(
-                f"--vllm {params['vllm']} is no version of vLLM: expected numbers as in 0.32.0",
-                "name the release whose scheduling is predicted, or leave it out",
-            )
-        release = re.match(r"0\.(\d+)", params["vllm"])
-        if release is None or int(release[1]) not in RELEASES:
-            raise UsageError(
-                f"--vllm {params['vllm']}: the scheduling of 0.{RELEASES[0]} to "
-                f"0.{RELEASES[-1]} is known",
-                "name the nearest of them, or measure: tune on such a GPU",
-            )
-        config = path_of(params["config"])
-        values = {} if config is None else read_config(config).values
-        model = params["model"] or values.get("model")
-        for name, value in (("--gpu", params["gpu"]), ("--model", model)):
-            if not value:
-                raise UsageError(
-                    f"{name} is missing",
-                    "for example --gpu h200_sxm --model meta-llama/Meta-Llama-3.1-8B",
-                )
-        gpu, served = gpu_of(params["gpu"]), Served.of(values)
-        wanted = Wanted(
-            gpu=gpu,
-            model=str(model),
-            tensor_parallel=params["tp"] or served.tensor_parallel,
-            limits=gpu.limits(params["vllm"], *served.limits),
-            max_model_len=served.max_model_len,
-            memory_share=served.memory_share,
-            vllm_version=params["vllm"],
-            serve_values=values,
+    release = re.match(r"0\.(\d+)", params["vllm"])
+    if release is None or int(release[1]) not in RELEASES:
+        raise UsageError(
+            f"--vllm {params['vllm']}: the scheduling of 0.{RELEASES[0]} to "
+            f"0.{RELEASES[-1]} is known",
+            "name the nearest of them, or measure: tune on such a GPU",
         )
-        return cls(wanted, profile_at(params["output"]), params["as_json"])
+    config = path_of(params["config"])
+    values = {} if config is None else read_config(config).values
+    model = params["model"] or values.get("model")
+    for name, value in (("--gpu", params["gpu"]), ("--model", model)):
+        if not value:
+            raise UsageError(
+                f"{name} is missing",
+                "for example --gpu h200_sxm --model meta-llama/Meta-Llama-3.1-8B",
+            )
+    gpu, served = gpu_of(params["gpu"]), Served.of(values)
+    return Wanted(
+        gpu=gpu,
+        model=str(model),
+        tensor_parallel=params["tp"] or served.tensor_parallel,
+        limits=gpu.limits(params["vllm"], *served.limits),
+        max_model_len=served.max_model_len,
+        memory_share=served.memory_share,
+        vllm_version=params["vllm"],
+        serve_values=values,
+    )
 
 
-def run_profile_derive(options: DeriveOptions) -> int:
+def run_profile_derive(wanted: Wanted, output: Path, *, as_json: bool) -> int:
     """Derive the profile, write it and say what to expect of it. Raises: TunerError."""
-    profile = derive(options.wanted)
-    write_profile(options.output, profile)
+    check_output(output)
+    profile = derive(wanted)
+    write_profile(output, profile)
     at = profile.current_limits
-    gpus = f"{options.wanted.tensor_parallel} x {profile.shape.device}"
-    tables, version = options.wanted.gpu.tables, profile.shape.vllm_version
+    gpus = f"{wanted.tensor_parallel} x {profile.shape.device}"
+    tables, version = wanted.gpu.tables, profile.shape.vllm_version
     lines = [
         f"{profile.shape.model} on {gpus}, vLLM {version}, at {at}",
         f"{profile.origin}; expect a {EXPECTED}",
@@ -154,31 +104,39 @@ def run_profile_derive(options: DeriveOptions) -> int:
         "fit_error_ratio": profile.fit.step_mape_ratio,
         "warnings": list(profile.doubts),
     }
-    show_result(content, lines, as_json=options.as_json)
-    say(f"written: {options.output}")
+    show_result(content, lines, as_json=as_json)
+    say(f"written: {output}")
     return 0
 
 
-def run_profile_fit(options: ProfileFitOptions) -> int:
-    """Learn the profile, hold it to the recording, write it and say so. Raises: TunerError."""
-    paths = options.steps or steps_beside(options.recordings)
-    if not options.steps and (left := parts_not_named(options.recordings)):
-        names = ", ".join(path.name for path in left)
-        say(
-            f"left out {names}: the recording goes on there, and its steps are read; name them "
-            "with --recording too, or their folder"
-        )
+def run_profile_fit(
+    recordings: tuple[Path, ...],
+    steps: tuple[Path, ...],
+    config: Path | None,
+    output: Path,
+    *,
+    as_json: bool,
+) -> int:
+    """Learn the profile, hold it to the recording, write it and say so.
+
+    From files of `steps`, or those beside the recordings; `config` is what was served.
+    Raises: TunerError.
+    """
+    if not recordings:
+        raise UsageError("--recording is missing", HOW)
+    check_output(output)
+    paths = steps or _steps_beside(recordings)
     recorded = read_steps(paths)
-    requests = RecordedRequests.read(options.recordings)
-    values = {} if options.config is None else read_config(options.config).values
+    requests = RecordedRequests.read(recordings)
+    values = {} if config is None else read_config(config).values
     profile, learnt = learn_profile(recorded, requests, values)
     named = {"model": profile.shape.model, **profile.shape.parallel_values}
     profile = replace(profile, serve_values={**named, **profile.serve_values})
     # What was served with other limits before is not what the current ones are held to.
     since_s = max((float(one.ended_s[-1]) for one in recorded[:-1]), default=None)
-    learnt = replace(learnt, off=_off(profile, options, since_s))
+    learnt = replace(learnt, off=_off(profile, recordings, since_s))
     profile = replace(profile, metric_error_ratio=learnt.wrong_ratio)
-    write_profile(options.output, profile)
+    write_profile(output, profile)
     at = profile.current_limits
     head = (
         f"{profile.shape.model}, vLLM {profile.shape.vllm_version} on {profile.shape.device}, "
@@ -192,13 +150,25 @@ def run_profile_fit(options: ProfileFitOptions) -> int:
         "error_ratio": error.wrong_ratio,
     }
     lines = [head, *learnt.lines(), f"predictions by it are {error.words()}"]
-    show_result(content, lines, as_json=options.as_json)
-    say(f"written: {options.output}")
+    show_result(content, lines, as_json=as_json)
+    say(f"written: {output}")
     return 0
 
 
+def _steps_beside(recordings: tuple[Path, ...]) -> list[Path]:
+    """Return the files of steps beside the recordings, and say what of those is not named."""
+    paths = steps_beside(recordings)
+    if left := parts_not_named(recordings):
+        names = ", ".join(path.name for path in left)
+        say(
+            f"left out {names}: the recording goes on there, and its steps are read; name them "
+            "with --recording too, or their folder"
+        )
+    return paths
+
+
 def _off(
-    profile: Profile, options: ProfileFitOptions, since_s: float | None
+    profile: Profile, recordings: tuple[Path, ...], since_s: float | None
 ) -> dict[str, float]:
     """Return how far the recording's replay on its profile is off it, by metric.
 
@@ -209,7 +179,7 @@ def _off(
     reading = TraceReading(rows=ReadOptions(aborted=Aborted.KEEP))
     at = profile.current_limits
     try:
-        trace = reading.read(options.recordings)
+        trace = reading.read(recordings)
         if since_s is not None:
             trace = trace.between(since_s - trace.zero_s, math.inf)
         lines = Predictor(profile).replay(trace, at, ReplayPlan()).timelines

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Final, Self
 
 from tuner.cli.options import TOKEN_VARIABLE, Params, path_of
-from tuner.cli.traces import write_described
 from tuner.errors import UsageError
 from tuner.traffic.prometheus import trace_from_prometheus
 from tuner.traffic.prometheus.live import Live, live_between
@@ -185,37 +184,3 @@ def _labels(lines: Sequence[str]) -> dict[str, str]:
             )
         labels[name] = value
     return labels
-
-
-@dataclass(frozen=True, slots=True)
-class SampleOptions:
-    """Of which Prometheus, and which of its engines, a trace is sampled.
-
-    `engine` is None for all of them together. `is_closed` takes requests in flight and not
-    arrivals. `output` is None for standard output.
-    """
-
-    prometheus: PrometheusOptions
-    engine: str | None
-    is_closed: bool
-    seed: int
-    output: str | None
-
-    @classmethod
-    def parse(cls, params: Params) -> Self:
-        """Return what the command line says."""
-        return cls(
-            PrometheusOptions.parse(params, params["url"], params["model"]),
-            engine=params["engine"],
-            is_closed=params["concurrency"],
-            seed=params["seed"],
-            output=params["output"],
-        )
-
-
-def run_from_prometheus(options: SampleOptions) -> int:
-    """Sample a trace from metrics and write it. Raises: UsageError."""
-    sampled = options.prometheus.sampled(
-        options.seed, is_closed=options.is_closed, engine=options.engine
-    )
-    return write_described(sampled, options.output)

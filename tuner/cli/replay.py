@@ -112,8 +112,6 @@ def run_replay(options: ReplayOptions, source: EngineSource | None = None) -> in
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What is replayed, on which engine."""
-
     options: ReplayOptions
     engine: EngineChoice
     traffic: Traffic

@@ -60,9 +60,15 @@ def trace() -> None:
 @reading_options
 def inspect(**params: Any) -> int:
     """Describe the load of a trace, and where the recording would mislead."""
-    from tuner.cli.traces import InspectOptions, run_inspect
+    from tuner.cli.inputs import reading_of
+    from tuner.cli.traces import run_inspect
 
-    return run_inspect(InspectOptions.parse(params))
+    return run_inspect(
+        params["files"],
+        reading_of(params),
+        is_together=params["together"],
+        as_json=params["as_json"],
+    )
 
 
 @command("convert", "tune trace convert azure.csv.gz -o prod.jsonl", exits=BAD_INPUT)
@@ -71,9 +77,9 @@ def inspect(**params: Any) -> int:
 @reading_options
 def convert(**params: Any) -> int:
     """Write a trace of any format as native JSON Lines."""
-    from tuner.cli.traces import ReshapeOptions, run_reshape
+    from tuner.cli.traces import run_reshape
 
-    return run_reshape(ReshapeOptions.parse(params), lambda read: read)
+    return run_reshape(params)
 
 
 @command("merge", "tune trace merge day1.jsonl day2.jsonl -o both.jsonl", exits=BAD_INPUT)
@@ -86,9 +92,9 @@ def merge(**params: Any) -> int:
     Those on one clock, or dated, keep their distance in time; others start together. Hash ids
     that do not say where they hold are the same blocks in the files of a named folder alone.
     """
-    from tuner.cli.traces import ReshapeOptions, run_reshape
+    from tuner.cli.traces import run_reshape
 
-    return run_reshape(ReshapeOptions.parse(params), lambda read: read)
+    return run_reshape(params)
 
 
 @command(
@@ -106,10 +112,9 @@ def merge(**params: Any) -> int:
 @reading_options
 def slice_(window: WindowChoice | None, rows: str | None, **params: Any) -> int:
     """Write a part of a trace: a span of time, its busiest stretch, or some rows."""
-    from tuner.cli.traces import ReshapeOptions, part_of, run_reshape
+    from tuner.cli.traces import part_of, run_reshape
 
-    options = ReshapeOptions.parse(params)
-    return run_reshape(options, lambda read: part_of(read, window, rows))
+    return run_reshape(params, lambda read: part_of(read, window, rows))
 
 
 @command("scale", "tune trace scale prod.jsonl --load 1.5 -o busier.jsonl", exits=BAD_INPUT)
@@ -125,10 +130,10 @@ def scale(load: float, **params: Any) -> int:
 
     Sessions are copied or left out whole.
     """
-    from tuner.cli.traces import ReshapeOptions, run_reshape
+    from tuner.cli.traces import run_reshape
     from tuner.traffic.resample import at_load
 
-    return run_reshape(ReshapeOptions.parse(params), lambda read: at_load(read, load))
+    return run_reshape(params, lambda read: at_load(read, load))
 
 
 @command(
@@ -147,11 +152,10 @@ def scale(load: float, **params: Any) -> int:
 @reading_options
 def thin(replicas: int, router: str, replica: int, **params: Any) -> int:
     """Write the share of a fleet's traffic that reaches one of its replicas."""
-    from tuner.cli.traces import ReshapeOptions, run_reshape, share_of
+    from tuner.cli.traces import run_reshape, share_of
     from tuner.traffic.reshape import Router
 
-    options = ReshapeOptions.parse(params)
-    return run_reshape(options, lambda read: share_of(read, replicas, Router(router), replica))
+    return run_reshape(params, lambda read: share_of(read, replicas, Router(router), replica))
 
 
 @command(
@@ -182,9 +186,14 @@ def from_prometheus(**params: Any) -> int:
     at random, and the trace says so. A bearer token is read from PROMETHEUS_TOKEN or
     --token-file.
     """
-    from tuner.cli.prometheus import SampleOptions, run_from_prometheus
+    from tuner.cli.prometheus import PrometheusOptions
+    from tuner.cli.traces import write_described
 
-    return run_from_prometheus(SampleOptions.parse(params))
+    server = PrometheusOptions.parse(params, params["url"], params["model"])
+    sampled = server.sampled(
+        params["seed"], is_closed=params["concurrency"], engine=params["engine"]
+    )
+    return write_described(sampled, params["output"])
 
 
 @command(
@@ -206,9 +215,12 @@ def from_prometheus(**params: Any) -> int:
 @reading_options
 def from_concurrency(**params: Any) -> int:
     """Turn a recording of requests in flight (CSV) into a closed-loop trace."""
-    from tuner.cli.traces import ConcurrencyOptions, run_from_concurrency
+    from tuner.cli.inputs import reading_of
+    from tuner.cli.traces import run_from_concurrency
 
-    return run_from_concurrency(ConcurrencyOptions.parse(params))
+    return run_from_concurrency(
+        params["file"], params["lengths"], reading_of(params), params["output"]
+    )
 
 
 trace.section("Look", inspect)

@@ -7,8 +7,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import replace
 
 import click
 import numpy as np
@@ -27,68 +26,20 @@ from tuner.traffic.traces import Trace, counts_text
 from tuner.traffic.windows import WindowChoice
 
 
-@dataclass(frozen=True, slots=True)
-class InspectOptions:
-    """Which files are described, each by itself or all as one trace."""
-
-    files: tuple[str, ...]
-    reading: TraceReading
-    is_together: bool
-    as_json: bool
-
-    @classmethod
-    def parse(cls, params: Params) -> Self:
-        """Return what the command line says. Raises: UsageError."""
-        files = tuple(params["files"])
-        return cls(files, reading_of(params), params["together"], params["as_json"])
-
-
-@dataclass(frozen=True, slots=True)
-class ReshapeOptions:
-    """Which trace is read, and where what is made of it goes: None for standard output."""
-
-    files: tuple[str, ...]
-    reading: TraceReading
-    output: str | None
-
-    @classmethod
-    def parse(cls, params: Params) -> Self:
-        """Return what the command line says. Raises: UsageError."""
-        return cls(tuple(params["files"]), reading_of(params), params["output"])
-
-
-@dataclass(frozen=True, slots=True)
-class ConcurrencyOptions:
-    """A recording of requests in flight, and the trace whose lengths the requests take.
-
-    `output` is None for standard output.
-    """
-
-    recording: str
-    lengths: str
-    reading: TraceReading
-    output: str | None
-
-    @classmethod
-    def parse(cls, params: Params) -> Self:
-        """Return what the command line says. Raises: UsageError."""
-        return cls(params["file"], params["lengths"], reading_of(params), params["output"])
-
-
-def run_inspect(options: InspectOptions) -> int:
-    """Describe each file, or all together. Raises: TraceError, UsageError."""
-    groups = [options.files]
-    if not options.is_together:
-        groups = [(str(path),) for path in expand(options.files)]
-    if options.as_json:
-        traces = [describe(options.reading.read(group)) for group in groups]
+def run_inspect(
+    files: tuple[str, ...], reading: TraceReading, *, is_together: bool, as_json: bool
+) -> int:
+    """Describe each file by itself, or all as one trace. Raises: TraceError, UsageError."""
+    groups = [files] if is_together else [(str(path),) for path in expand(files)]
+    if as_json:
+        traces = [describe(reading.read(group)) for group in groups]
         named = [{"source": trace.source, **trace.as_json()} for trace in traces]
         click.echo(json.dumps(traces[0].as_json() if len(named) == 1 else named, indent=2))
         return 0
     for number, group in enumerate(groups):
         if number:
             click.echo()
-        _show(options.reading.read(group))
+        _show(reading.read(group))
     return 0
 
 
@@ -104,15 +55,18 @@ def _show(trace: Trace) -> None:
             click.echo(plot)
 
 
-def run_reshape(options: ReshapeOptions, change: Callable[[Trace], Trace]) -> int:
+def run_reshape(params: Params, change: Callable[[Trace], Trace] = lambda read: read) -> int:
     """Read, change and write a trace. Raises: TraceError, UsageError."""
-    trace = change(options.reading.read(options.files))
-    secret = is_private(expand(options.files))
-    return write_described(trace, options.output, secret=secret)
+    files = params["files"]
+    trace = change(reading_of(params).read(files))
+    return write_described(trace, params["output"], secret=is_private(expand(files)))
 
 
 def write_described(trace: Trace, output: str | None, *, secret: bool = False) -> int:
-    """Write the trace, and say where it would mislead. Raises: UsageError."""
+    """Write the trace, and say where it would mislead.
+
+    `output` is None for standard output. Raises: UsageError.
+    """
     write_trace(trace, output, secret=secret)
     where = output or "standard output"
     say(f"{len(trace):,} requests in {trace.duration_s:,.1f} s written to {where}")
@@ -154,17 +108,18 @@ def share_of(trace: Trace, replicas: int, router: Router, replica: int) -> Trace
     return thin(trace, replicas, router, replica, SECONDS_PER_OUTPUT_TOKEN)
 
 
-def run_from_concurrency(options: ConcurrencyOptions) -> int:
+def run_from_concurrency(
+    recording: str, lengths_of: str, given: TraceReading, output: str | None
+) -> int:
     """Turn a recording of requests in flight into a closed-loop trace and write it.
 
-    Raises: TraceError, UsageError.
+    The requests have the lengths of a trace. Raises: TraceError, UsageError.
     """
-    rows = options.reading.rows
+    rows = given.rows
     # Of the trace the lengths count and not when they came: the clock is the recording's.
-    reading = replace(options.reading, rows=replace(rows, time_unit=None))
-    lengths = reading.read([options.lengths])
+    reading = replace(given, rows=replace(rows, time_unit=None))
+    lengths = reading.read([lengths_of])
     of_all = replace(rows, only_model=None)  # a recording of requests in flight names no model
-    trace = trace_from_concurrency(options.recording, lengths, rows.seed, of_all)
+    trace = trace_from_concurrency(recording, lengths, rows.seed, of_all)
     _say_dropped(lengths)
-    secret = is_private([options.recording, options.lengths])
-    return write_described(trace, options.output, secret=secret)
+    return write_described(trace, output, secret=is_private([recording, lengths_of]))

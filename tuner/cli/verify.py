@@ -131,7 +131,6 @@ def run_verify(options: VerifyOptions) -> int:
 
 
 def _verify(options: VerifyOptions, folder: Path) -> None:
-    """Verify and print, with the logs in a folder."""
     engine = options.engine.choose()
     if options.url:
         # Asked before the prediction, which takes minutes.

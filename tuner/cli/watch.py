@@ -221,7 +221,6 @@ def _tuned_for(baseline: Baseline, options: WatchOptions) -> TrafficSketch:
 
 
 def _state_store(directory: StateDir, path: Path) -> StateStore:
-    """Return the state as it stands for the profile."""
     state, damage = directory.load()
     if damage:
         say(damage)
@@ -277,7 +276,6 @@ def _say_if_anybody_listens(text: str) -> None:
 
 
 def _reach(options: WatchOptions, tuned_for: EngineLimits) -> Reach:
-    """Return how far a change may go."""
     floor = options.min_max_num_seqs or max(1, tuned_for.max_num_seqs // FLOOR_SHARE)
     return Reach(options.max_change, floor)
 

@@ -9,7 +9,7 @@ from tuner.drift.baseline import Baseline
 from tuner.engine.limits import EngineLimits
 from tuner.replay.slo import Slo
 from tuner.run.context import Workload
-from tuner.run.drawing import FEW_DRAWS, decide, draw
+from tuner.run.drawing import FEW_DRAWS, Drawing
 from tuner.run.inputs import Config, ReplaySettings, engine_of_profile, fit_lengths
 from tuner.run.predict import Predictions, predict, predict_more
 from tuner.search.budget import Aim, asked_window
@@ -44,14 +44,14 @@ class Retune:
 
         Raises: NoFeasibleConfigError if nothing could be predicted; ShadowError, UsageError.
         """
-        return decide(self.predictor, predicted, self.space, FEW_DRAWS)
+        return Drawing(self.predictor, predicted).decide(self.space.current, FEW_DRAWS)
 
     def draw(
         self, workload: Workload, settings: Sequence[EngineLimits], draws: int = FEW_DRAWS
     ) -> Draws:
         """Return draws of settings on a workload. Raises: ShadowError, UsageError."""
         predicted = predict_more(self.predictor, Predictions(workload), settings)
-        return draw(self.predictor, predicted, settings, draws)
+        return Drawing(self.predictor, predicted).draws(settings, draws)
 
 
 @dataclass(frozen=True, slots=True)

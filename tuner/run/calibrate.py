@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self
 
@@ -31,7 +31,7 @@ from tuner.replay.metrics import Measurement
 from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.replay.process import EngineStart
 from tuner.run.context import TRACE, Workload
-from tuner.run.drawing import contend
+from tuner.run.drawing import Drawing
 from tuner.run.journal import Round
 from tuner.run.predict import predict
 from tuner.run.rounds import STEPS, Steps, predicted_part, share_round, unpacked
@@ -195,7 +195,6 @@ def replay_longer(
             runner.measure(limits, Phase.CALIBRATE, workload, cut, on_log=observe)
 
 
-@dataclass(slots=True)
 class Blocks:
     """Blocks of the traffic that are replayed until it is known who is the best.
 
@@ -206,47 +205,32 @@ class Blocks:
     Units: seconds.
     """
 
-    runner: TrialRunner
-    calibrator: Calibrator
-    predictor_of: Callable[[Profile], Predictor]
-    trace: Trace
-    rng: np.random.Generator
-    are_alone: bool = False
-    tells_capacity: bool = False
-    ends_s: float = 0.0
-    count: int = 0
-    _request_s: float = 0.0
-    _rounds: int = 0
-    _asked: int = 0
-    _taken: set[int] = field(default_factory=set)
-    _few: Trace = field(init=False)
-    _loads: dict[EngineLimits, float] = field(default_factory=dict)
-    _loaded: dict[float, Trace] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        share = LOADED_REQUESTS / len(self.trace)
-        self._few = self.trace
-        if self.tells_capacity and share < 1:
-            length_s = max(share * self.trace.duration_s, INSTANT_S)
-            self._few = busiest(self.trace, length_s).of(self.trace)
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         runner: TrialRunner,
         calibrator: Calibrator,
         predictor_of: Callable[[Profile], Predictor],
         *,
         are_alone: bool = False,
         tells_capacity: bool = False,
-    ) -> Self:
-        """Return blocks of what is predicted."""
+    ) -> None:
         aim = runner.context.aim
-        trace, rng = predicted_part(runner.context.trace, aim), np.random.default_rng(0)
-        tells_capacity = tells_capacity or aim.objective is Objective.CAPACITY
-        tells_capacity = tells_capacity and aim.plan.bears_loads
-        parts = (runner, calibrator, predictor_of, trace, rng)
-        return cls(*parts, are_alone=are_alone, tells_capacity=tells_capacity)
+        self.runner, self.calibrator, self.predictor_of = runner, calibrator, predictor_of
+        self.trace = predicted_part(runner.context.trace, aim)
+        self.rng = np.random.default_rng(0)
+        self.are_alone = are_alone
+        self.tells_capacity = aim.plan.bears_loads and (
+            tells_capacity or aim.objective is Objective.CAPACITY
+        )
+        self.ends_s, self.count = 0.0, 0
+        self._request_s, self._rounds, self._asked = 0.0, 0, 0
+        self._taken: set[int] = set()
+        self._loads: dict[EngineLimits, float] = {}
+        self._loaded: dict[float, Trace] = {}
+        self._few, share = self.trace, LOADED_REQUESTS / len(self.trace)
+        if self.tells_capacity and share < 1:
+            length_s = max(share * self.trace.duration_s, INSTANT_S)
+            self._few = busiest(self.trace, length_s).of(self.trace)
 
     def calibrate(self) -> float:
         """Replay blocks live until it is known who is the best, or their share is over.
@@ -275,7 +259,6 @@ class Blocks:
 
     @property
     def _left_s(self) -> float:
-        """What is left of the time for blocks."""
         return self.ends_s - time.monotonic()
 
     def _first(self) -> None:
@@ -299,7 +282,6 @@ class Blocks:
         self._replay(blocks, [MAX_BLOCK * BLOCK_S] * len(blocks))
 
     def _held_tokens(self) -> float:
-        """Return how many tokens the KV cache holds."""
         calibration = self.calibrator.calibration
         return calibration.starts[0].num_blocks * calibration.shape.block_size
 
@@ -373,9 +355,9 @@ class Blocks:
         predicted = predict(deployed, space, self._decided_on(deployed))
         if not isinstance(predicted.outcomes[current], Measurement):
             return [], math.inf
-        confidence = context.aim.confidence
         try:
-            found = contend(deployed, predicted, current, CONTENDERS, BLOCK_DRAWS, confidence)
+            drawing = Drawing(deployed, predicted)
+            found = drawing.contend(current, CONTENDERS, BLOCK_DRAWS, context.aim.confidence)
         except NoFeasibleConfigError:
             return [], math.inf  # what all of them break is told once they are predicted
         settings, widest = [*found.settings, current], space.ceiling.max_num_seqs
@@ -503,7 +485,6 @@ class Blocks:
             pass
 
     def _workload_of(self, block: Block) -> Workload:
-        """Return what a block replays."""
         piece = block.of(self._at(block.load))
         return Workload.of_piece(piece, ReplayPlan(), self.runner.context.aim)
 

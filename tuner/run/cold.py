@@ -407,7 +407,6 @@ def _tier(score: Score, *, is_stretch: bool) -> Tier:
 def _with_cold(
     context: RunContext, plan: RacePlan, decision: RaceDecision, cold: Cold
 ) -> RaceDecision:
-    """Return the decision once both were measured cold."""
     # Who keeps what the current one does not need not be better in what is optimised.
     is_for_bounds = decision.odds is not None and decision.odds.meets_more
     is_none = cold.log_gain is not None and cold.log_gain > -TIE_LOSS and not is_for_bounds

@@ -33,7 +33,6 @@ from tuner.search.ladder import FINALISTS, alike
 from tuner.search.objective import WORST_SLACK, Objective, Score
 from tuner.search.posterior import CONTENDS, Draws, Learnable, drawn_of, wider_for
 from tuner.search.race import CONFIDENCE, Odds, RaceDecision
-from tuner.search.space import SearchSpace
 from tuner.search.trials import Observation, leader
 from tuner.shadow import simulator
 from tuner.shadow.predictor import Predictor
@@ -68,23 +67,6 @@ OWN_SPEED = 0.007
 _OWN_ERRORS = 1.645 * math.sqrt(2)
 
 
-def decide(
-    predictor: Predictor,
-    predictions: Predictions,
-    space: SearchSpace,
-    draws: int = DRAWS,
-    confidence: float = CONFIDENCE,
-) -> RaceDecision:
-    """Decide among the settings that could be the best, by draws of what was predicted.
-
-    Raises: NoFeasibleConfigError if every setting fails; ShadowError, UsageError.
-    """
-    drawing = Drawing(predictor, predictions)
-    found = _contend(drawing, space.current, FINALISTS, FEW_DRAWS, confidence)
-    settings = [*found.settings, space.current]
-    return drawing.draws(settings, draws).decide(space.current, confidence)
-
-
 @dataclass(frozen=True, slots=True)
 class Contention:
     """Who could be the best by what is known, the likeliest first, without the current one.
@@ -94,36 +76,6 @@ class Contention:
 
     settings: tuple[EngineLimits, ...]
     loss: float
-
-
-def contend(
-    predictor: Predictor,
-    predictions: Predictions,
-    current: EngineLimits,
-    most: int = FINALISTS,
-    draws: int = FEW_DRAWS,
-    confidence: float = CONFIDENCE,
-) -> Contention:
-    """Return who could be the best by a few draws of what is open of the engine's speed.
-
-    Settings that make the same batches stand for each other. One at least, as long as any but
-    the current one was predicted; none where all make the current one's batches.
-
-    Raises: NoFeasibleConfigError if every setting fails; ShadowError, UsageError.
-    """
-    return _contend(Drawing(predictor, predictions), current, most, draws, confidence)
-
-
-def _contend(
-    drawing: Drawing, current: EngineLimits, most: int, draws: int, confidence: float
-) -> Contention:
-    inside = _distinct(drawing.predictions.observations, current)
-    few = max(1, int(SIFT * drawing.count(draws)))
-    drawn = drawing.draws(inside, few, is_here=True)
-    inside = [*_likeliest(drawn, current, SIFTED, 0.0, confidence), current]
-    drawn = drawing.draws(inside, draws, is_here=True)
-    found = _likeliest(drawn, current, most, CONTENDS, confidence)
-    return Contention(tuple(found[:most]), drawn.regret(current, confidence))
 
 
 def _likeliest(
@@ -169,14 +121,15 @@ def predict_deployed(
 ) -> Deployed | None:
     """Predict a metric of one setting over another's on engines started with either.
 
-    `unexplained` is what live replays of the two showed beyond their own speed, as for `draw`.
+    `unexplained` is what live replays of the two showed beyond their own speed.
     None where one of them fails.
 
     Raises: ShadowError, UsageError.
     """
     own, nothing = predictor.as_deployed(), Predictions(predictions.workload)
     try:
-        draws = draw(own, predict_more(own, nothing, pair), pair, DRAWS, unexplained)
+        found = predict_more(own, nothing, pair)
+        draws = Drawing(own, found).draws(pair, DRAWS, unexplained)
         gain, here = draws.ratios(*pair, metric)
     except EngineError:
         return None
@@ -214,27 +167,6 @@ def _is_same(one: Observation, other: Observation) -> bool:
     """Whether two settings make the same batches, in the same time."""
     is_as_fast = math.isclose(one.score.value, other.score.value, rel_tol=SAME_RATIO)
     return is_as_fast and alike(one, other)
-
-
-def draw(
-    predictor: Predictor,
-    predictions: Predictions,
-    settings: Sequence[EngineLimits],
-    draws: int = DRAWS,
-    unexplained: Unexplained | None = None,
-    engine: int = 0,
-) -> Draws:
-    """Return draws of settings of which everything was predicted.
-
-    `unexplained` is what live replays showed to be off beyond their own speed, in logarithms,
-    setting by setting. What is open of the speed of another `engine` has nothing to do with
-    that of the first; the traffic of a draw is the same. Where vLLM's own scheduler is asked,
-    which takes too long, and where the traffic is too little to draw from, only the model's
-    error is drawn.
-
-    Raises: ShadowError, UsageError.
-    """
-    return Drawing(predictor, predictions, engine).draws(settings, draws, unexplained)
 
 
 def compare_engines(
@@ -302,15 +234,52 @@ class Drawing:
         is_capacity = self._workload.scoring.objective is Objective.CAPACITY
         return min(draws, CAPACITY_DRAWS) if is_capacity else draws
 
+    def decide(
+        self, current: EngineLimits, draws: int = DRAWS, confidence: float = CONFIDENCE
+    ) -> RaceDecision:
+        """Decide among the settings that could be the best, by draws of what was predicted.
+
+        Raises: NoFeasibleConfigError if every setting fails; ShadowError, UsageError.
+        """
+        settings = [*self.contend(current, confidence=confidence).settings, current]
+        return self.draws(settings, draws).decide(current, confidence)
+
+    def contend(
+        self,
+        current: EngineLimits,
+        most: int = FINALISTS,
+        draws: int = FEW_DRAWS,
+        confidence: float = CONFIDENCE,
+    ) -> Contention:
+        """Return who could be the best by a few draws of what is open of the engine's speed.
+
+        Settings that make the same batches stand for each other. One at least, as long as any
+        but the current one was predicted; none where all make the current one's batches.
+
+        Raises: NoFeasibleConfigError if every setting fails; ShadowError, UsageError.
+        """
+        inside = _distinct(self.predictions.observations, current)
+        few = max(1, int(SIFT * self.count(draws)))
+        drawn = self.draws(inside, few, is_here=True)
+        inside = [*_likeliest(drawn, current, SIFTED, 0.0, confidence), current]
+        drawn = self.draws(inside, draws, is_here=True)
+        found = _likeliest(drawn, current, most, CONTENDS, confidence)
+        return Contention(tuple(found[:most]), drawn.regret(current, confidence))
+
     def draws(
         self,
         settings: Sequence[EngineLimits],
-        draws: int,
+        draws: int = DRAWS,
         unexplained: Unexplained | None = None,
         *,
         is_here: bool = False,
     ) -> Draws:
-        """Return draws of settings, with `is_here` of the model's error alone.
+        """Return draws of settings of which everything was predicted.
+
+        `unexplained` is what live replays showed to be off beyond their own speed, in
+        logarithms, setting by setting. Only the model's error is drawn with `is_here`, where
+        vLLM's own scheduler is asked, which takes too long, and where the traffic is too little
+        to draw from.
 
         Raises: ShadowError, UsageError.
         """

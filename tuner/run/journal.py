@@ -47,9 +47,9 @@ from tuner.run.storage import (
     outlasting_methods,
     undisturbed_methods,
 )
-from tuner.search.objective import Tier
+from tuner.search.objective import Tier, recorded_slacks
 from tuner.search.race import RaceRun
-from tuner.search.trials import Observation, Phase, Recorded
+from tuner.search.trials import Observation, Phase
 from tuner.search.trials import Trial as Record
 from tuner.shadow.design import Block
 from tuner.traffic.windows import Window
@@ -142,6 +142,7 @@ class Journal:
         self,
         storage: str,
         study_name: str = STUDY_NAME,
+        slos: Sequence[Slo] = (),
         *,
         join: bool = False,
         must_exist: bool = False,
@@ -150,7 +151,7 @@ class Journal:
         note: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.outages = Outages(note)
-        self._grace_s = grace_s
+        self._slos, self._grace_s = slos, grace_s
         self._held: dict[int, tuple[Trial, Heart | None]] = {}
         self._heartbeat_s = heartbeat_s
         # What it warns of, it raises as well, and that is told below in our words.
@@ -264,14 +265,14 @@ class Journal:
         with suppress(StorageInternalError, SQLAlchemyError):
             self._storage.record_heartbeat(trial_id)
 
-    def finish(self, number: int, record: Record, slacks: Mapping[str, float]) -> bool:
+    def finish(self, number: int, record: Record) -> bool:
         """Keep what a trial measured, or why it did not; tell whether it counts.
 
         It does not when the trial was given up as dead meanwhile: another worker has it.
         """
 
         def keep(trial: Trial) -> None:
-            for name, slack in slacks.items():
+            for name, slack in _slacks(record, self._slos).items():
                 trial.set_constraint(name, slack)
             trial.set_user_attr("record", msgspec.to_builtins(record))
 
@@ -300,7 +301,7 @@ class Journal:
         return counts
 
     def finish_round(
-        self, number: int, replays: Sequence[Recorded], more: Mapping[str, Any] | None = None
+        self, number: int, replays: Sequence[Record], more: Mapping[str, Any] | None = None
     ) -> bool:
         """Keep a claimed round's replays, and `more` beside it; tell whether they count.
 
@@ -352,12 +353,12 @@ class Journal:
         except (ValueError, TypeError, LookupError) as damaged:
             raise is_damaged(str(damaged) or type(damaged).__name__) from damaged
 
-    def add(self, trials: Sequence[Recorded], part_of: int | None = None) -> None:
+    def add(self, records: Sequence[Record], part_of: int | None = None) -> None:
         """Keep trials that have ended; those that are part of a round count once it is done."""
         known = set()
         if self.outages.were_any:
             known = {trial.user_attrs.get(ONCE) for trial in self._trials()}
-        for place, (record, slacks) in enumerate(trials):
+        for place, record in enumerate(records):
             encoded = msgspec.json.encode((place, part_of, record))
             attrs: dict[str, Any] = {ONCE: blake2b(encoded, digest_size=8).hexdigest()}
             if attrs[ONCE] in known:
@@ -372,30 +373,30 @@ class Journal:
                     params=asdict(record.limits),
                     distributions=dict(_DISTRIBUTIONS),
                     user_attrs={"record": msgspec.to_builtins(record), **attrs},
-                    constraints=dict(slacks),
+                    constraints=_slacks(record, self._slos),
                 )
             )
 
-    def restore(self, trials: Sequence[Recorded]) -> set[int]:
+    def restore(self, records: Sequence[Record]) -> set[int]:
         """Add the records that the study lacks, and return their numbers in the file.
 
         Those that come after all it holds become the trials that they were, under their own
         numbers; a number that no record has was one that was interrupted. One that could not be
-        kept as the storage was away gets a new number. What the study holds stays as it is. A
-        trial is its record and the slacks of its SLOs; their numbers ascend.
+        kept as the storage was away gets a new number. What the study holds stays as it is.
+        The records' numbers ascend.
         """
         held = len(self._trials())
         interrupted = {t.number for t in self._trials(TrialState.FAIL) if not t.user_attrs}
-        late = [one for one in trials if one[0].number in interrupted]
-        added = {record.number for record, _ in late}
-        for record, slacks in trials:
+        late = [record for record in records if record.number in interrupted]
+        added = {record.number for record in late}
+        for record in records:
             if record.number < held:
                 continue
             while held < record.number:
                 failed = optuna.create_trial(state=TrialState.FAIL)
                 self._storage.create_new_trial(self._study_id, failed)
                 held += 1
-            self.add([(record, slacks)])
+            self.add([record])
             held += 1
             added.add(record.number)
         self.add(late)
@@ -465,21 +466,20 @@ def open_journal(
     Raises: UsageError if the storage cannot be opened; NoStudyError if a run is to go on whose
         trials are nowhere.
     """
-    trials, damaged = _read_trials(run_dir, slos)
-    records = [record for record, _ in trials]
+    records, damaged = _read_trials(run_dir, slos)
     messages = []
     restored: set[int] = set()
     if is_resumed:
-        again = partial(Journal, storage, study, note=note)
+        again = partial(Journal, storage, study, slos, note=note)
         journal, has_gone = _journal_again(again, run_dir, is_restorable=bool(records))
-        restored = journal.restore(trials)
+        restored = journal.restore(records)
         if restored:
             where = (
                 "the storage has no study of this run" if has_gone else "the study lacked them"
             )
             messages.append(f"{len(restored)} trials were restored from {TRIALS_FILE}: {where}")
     else:
-        journal = Journal(storage, study, note=note)
+        journal = Journal(storage, study, slos, note=note)
     in_study = journal.records()
     known = {record.number for record in in_study} | restored
     lacking = sum(record.number not in known for record in records)
@@ -510,27 +510,20 @@ def _journal_again(
     return again(), True
 
 
-def _read_trials(run_dir: RunDir, slos: Sequence[Slo]) -> tuple[list[Recorded], int]:
-    """Return the file's records by number with their slacks, and how many lines are damaged."""
+def _read_trials(run_dir: RunDir, slos: Sequence[Slo]) -> tuple[list[Record], int]:
+    """Return the file's records by number, and how many lines are damaged."""
     path = run_dir.path / TRIALS_FILE
-    found: list[Recorded] = []
+    found: list[Record] = []
     damaged = 0
     for line in path.read_bytes().splitlines() if path.exists() else ():
         try:
             record = msgspec.json.decode(line, type=Record)
-            found.append((record, _slacks(record, slos)))
+            _slacks(record, slos)  # a measurement without what an SLO bounds is damaged too
+            found.append(record)
         except (*UNREADABLE, UsageError, KeyError, TypeError):
             damaged += 1
-    return sorted(found, key=lambda one: one[0].number), damaged
+    return sorted(found, key=lambda record: record.number), damaged
 
 
 def _slacks(record: Record, slos: Sequence[Slo]) -> dict[str, float]:
-    """Return the SLOs' slacks of a record, as they were kept with the measurement."""
-    measured = record.measurement
-    if measured is None:
-        return {}
-    values = {slo: measured[slo.metric][slo.statistic] for slo in slos}
-    return {
-        slo.name: 0.0 if value is None else value / slo.bound_s - 1.0
-        for slo, value in values.items()
-    }
+    return {} if record.measurement is None else recorded_slacks(slos, record.measurement)

@@ -24,7 +24,6 @@ from tuner.search.space import SearchSpace
 from tuner.search.trials import (
     Observation,
     Phase,
-    Recorded,
     Trial,
     leader,
     measured_and_predicted,
@@ -59,7 +58,7 @@ class Predictions:
     workload: Workload
     outcomes: Mapping[EngineLimits, Outcome] = field(default_factory=dict)
 
-    def recorded(self, prediction: int = 0) -> list[Recorded]:
+    def recorded(self, prediction: int = 0) -> list[Trial]:
         """Return the records of the predictions, numbered from 0 on."""
         scoring = self.workload.scoring
         return [
@@ -70,7 +69,7 @@ class Predictions:
     @property
     def observations(self) -> list[Observation]:
         """What a search needs to know of each."""
-        return [trial.observation for trial, _ in self.recorded()]
+        return [trial.observation for trial in self.recorded()]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import combinations
-from typing import Protocol
 
 import numpy as np
 
@@ -24,9 +23,10 @@ from tuner.replay.metrics import Measurement
 from tuner.replay.runner import Failure
 from tuner.replay.series import TimelineRecord, timeline_record
 from tuner.run.context import RunContext, Workload
-from tuner.run.drawing import DRAWS, FEW_DRAWS, draw
+from tuner.run.drawing import DRAWS, FEW_DRAWS, Drawing
 from tuner.run.evidence import change_bounds
 from tuner.run.journal import Round
+from tuner.run.live_search import LiveEvidence
 from tuner.run.predict import DISAGREEMENT, Foretold, at_own_speed
 from tuner.run.rounds import POLL_S, share_round
 from tuner.run.time_plan import Observe, RacePlan, cold_cost_s, reserve_s
@@ -55,40 +55,6 @@ WORTH_PER_S = 4e-5
 COLD_MARGIN = 1.1
 
 
-class Evidence(Protocol):
-    """What is known of the settings that race, and becomes known with each replay."""
-
-    @property
-    def plan(self) -> RacePlan:
-        """Who races on what, and how long a replay of each should take."""
-
-    @property
-    def min_rounds(self) -> int:
-        """How many rounds are replayed at least."""
-
-    def regret_after(self, count: int, more_s: float) -> float:
-        """Return what choosing would lose if the engine's speed was known by so much more time.
-
-        As a share of what is optimised, by draws; without end where no model of it is learnt.
-        """
-
-    @property
-    def least_in_a_round(self) -> int:
-        """How many replays it takes to tell anything: two where they are compared."""
-
-    def settings(self) -> Sequence[EngineLimits]:
-        """Return who may race."""
-
-    def draws(self, count: int) -> Draws:
-        """Return so many draws of what is known by now. Raises: ShadowError, UsageError."""
-
-    def inside(self, draws: Draws) -> list[EngineLimits]:
-        """Return who replays in the next round."""
-
-    def learn(self) -> None:
-        """Take in what the round that has just ended showed."""
-
-
 Relearn = Callable[[], tuple[RacePlan, Foretold] | None]
 """Fits the step model anew and predicts who races with it; None where there is no time."""
 
@@ -110,7 +76,10 @@ class PredictedEvidence:
     _off: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     def regret_after(self, count: int, more_s: float) -> float:
-        """Return what choosing would lose if that much more was replayed."""
+        """Return what choosing would lose if the engine's speed was known by so much more time.
+
+        As a share of what is optimised, by draws.
+        """
         open_now, predictor = self.known.predictor.profile.uncertainty, self.known.predictor
         records = self.plan.context.journal.records()
         learnt_s = sum(
@@ -141,8 +110,8 @@ class PredictedEvidence:
         for limits in failed:
             outcomes[limits] = Failure("it failed in its live replay")
         predictions = replace(predictions, outcomes=outcomes)
-        known = self.unexplained()
-        return draw(predictor.as_deployed(), predictions, settings, count, known)
+        drawing = Drawing(predictor.as_deployed(), predictions)
+        return drawing.draws(settings, count, self.unexplained())
 
     def _trials(self) -> list[Trial]:
         settings = self.settings()
@@ -215,6 +184,14 @@ class PredictedEvidence:
         if found is not None:
             self.plan, self.known = found
             self._off.clear()
+
+
+Evidence = PredictedEvidence | LiveEvidence
+"""What is known of the settings that race, and becomes known with each replay.
+
+`min_rounds` are replayed at least, and `least_in_a_round` replays tell anything: two where they
+are compared.
+"""
 
 
 def race(
@@ -382,7 +359,6 @@ def who_replays(
 
 
 def _so_far(draws: Draws, current: EngineLimits, confidence: float, number: int) -> str:
-    """Say what a round has brought."""
     found = draws.decide(current, confidence, number)
     if found.gain is None or found.odds is None:
         return f"after round {number}: {found.why}"

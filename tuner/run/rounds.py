@@ -23,7 +23,7 @@ from tuner.run.context import WINDOW, Workload
 from tuner.run.journal import Round
 from tuner.run.trial_runner import TrialRunner, judged
 from tuner.search.budget import Aim
-from tuner.search.trials import Phase, Recorded
+from tuner.search.trials import Phase, Trial
 from tuner.traffic.resample import at_load
 from tuner.traffic.traces import Trace
 
@@ -38,9 +38,9 @@ Steps = Sequence[tuple[EngineLimits, StepColumns]]
 
 @dataclass(slots=True)
 class RoundReplay:
-    """What a round brought out: the records of its replays with their slacks, and its steps."""
+    """What a round brought out: the records of its replays, and its steps."""
 
-    records: list[Recorded] = field(default_factory=list)
+    records: list[Trial] = field(default_factory=list)
     steps: list[tuple[EngineLimits, StepColumns]] = field(default_factory=list)
 
 

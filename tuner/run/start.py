@@ -34,7 +34,7 @@ from tuner.run.journal import open_journal
 from tuner.run.knobs.known import check_has
 from tuner.run.listener import Listener, clock_text
 from tuner.run.options import STARTING_POINTS, Method, TuningOptions
-from tuner.run.sessions.live import AnySession, Session
+from tuner.run.sessions.live import Session
 from tuner.run.sessions.shadow import ShadowSession
 from tuner.run.stored import RunRecord, StoredOptions
 from tuner.run.trial_runner import TrialRunner
@@ -45,9 +45,13 @@ from tuner.shadow.calibration import StatedError
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiled import ProfiledEngine
 from tuner.shadow.profiles import Profile, read_profile, write_profile
-from tuner.traffic.traces import LoadModel, Trace
+from tuner.traffic.traces import LoadModel, TooLong, Trace
 from tuner.traffic.windows import Window
 
+_TOO_LONG_CAVEATS = {
+    TooLong.REFUSE: Caveat.REQUESTS_REFUSED,
+    TooLong.CLIP: Caveat.REQUESTS_CLIPPED,
+}
 RUNS = Path("runs")
 """Where runs are kept that are given no directory, below the working directory."""
 
@@ -218,8 +222,8 @@ class Start:
     stored: RunRecord | None
     listener: Listener
 
-    def predicted(self, profile: Profile) -> tuple[AnySession, str]:
-        """Return a run on predictions alone, and what is said of the trace.
+    def predicted(self, profile: Profile) -> ShadowSession:
+        """Return a run on predictions alone.
 
         Raises: ShadowError if the profile was made elsewhere; UsageError.
         """
@@ -227,17 +231,17 @@ class Start:
         source = ProfiledEngine(profile, is_forced=options.is_forced)
         facts = source.facts(self.prepared.engine.values)
         check_has(options.knobs, facts.vllm_version)
-        context, message = self._context(facts)
+        context = self._context(facts)
         predictor = self._predictor(profile, context.space.ceiling).as_deployed()
-        return ShadowSession(context, predictor, is_forced=options.is_forced), message
+        return ShadowSession(context, predictor, is_forced=options.is_forced)
 
-    def live(self, host: EngineProcess) -> tuple[AnySession, str]:
-        """Return a run on a live engine, and what is said of the trace. Raises: TunerError."""
+    def live(self, host: EngineProcess) -> Session:
+        """Return a run on a live engine. Raises: TunerError."""
         prepared, options = self.prepared, self.prepared.options
         facts = host.facts(prepared.engine.values)
         check_has(options.knobs, facts.vllm_version)
         self._check_variants(host, facts)
-        context, message = self._context(facts)
+        context = self._context(facts)
         engine = EngineRunner(
             host,
             prepared.engine.values,
@@ -245,7 +249,7 @@ class Start:
             options.seed,
             self.listener.note,
         )
-        session = Session.of(
+        return Session.of(
             TrialRunner(context, engine),
             redacted(prepared.engine.values),
             lambda profile: self._predictor(profile, engine.ceiling, engine.info),
@@ -253,7 +257,6 @@ class Start:
             chosen=self.stored.windows if self.stored else prepared.windows,
             is_compared=prepared.is_compared,
         )
-        return session, message
 
     def _check_variants(self, host: EngineProcess, facts: EngineFacts) -> None:
         """Refuse what no vLLM would take, and other requests, before anything is measured.
@@ -282,7 +285,7 @@ class Start:
         has_own_graphs = info is None or info.has_own_graphs
         return Predictor(profile, ceiling, self.prepared.options.seed, has_own_graphs)
 
-    def _context(self, facts: EngineFacts) -> tuple[RunContext, str]:
+    def _context(self, facts: EngineFacts) -> RunContext:
         """Return what the run's stages are given. Raises: TunerError."""
         prepared, options, listener = self.prepared, self.prepared.options, self.listener
         trace, message = fit_lengths(
@@ -315,12 +318,12 @@ class Start:
             listener,
             run_record(prepared, journal.study_name, space.ceiling, facts),
             is_shared=options.storage is not None and options.method is not Method.SHADOW,
-            caveats=_first_caveats(prepared, aim, facts),
+            caveats=_first_caveats(prepared, aim, facts, has_too_long=bool(message)),
         )
         if prepared.profile is not None:
             context.caveat_texts.update(StatedError.of(prepared.profile).texts)
             _take_profile(prepared, prepared.profile, context, facts)
-        return self._begun(context), message
+        return self._begun(context)
 
     def _begun(self, context: RunContext) -> RunContext:
         """Put a new run on disk; one that goes on starts no higher than it did."""
@@ -331,14 +334,17 @@ class Start:
         return context
 
 
-def _first_caveats(prepared: PreparedRun, aim: Aim, facts: EngineFacts) -> set[Caveat]:
-    """Return what is doubtful before anything is replayed."""
+def _first_caveats(
+    prepared: PreparedRun, aim: Aim, facts: EngineFacts, *, has_too_long: bool
+) -> set[Caveat]:
     found = set(prepared.traffic.caveats - {Caveat.LOW_DEMAND})
     found |= doubts(facts, aim.plan, prepared.traffic.trace.output_tokens)
     if prepared.engine.is_demo and prepared.options.method is not Method.SHADOW:
         found.add(Caveat.DEMO_MODEL)
     if aim.plan.load_model is LoadModel.CLOSED:
         found.add(Caveat.CLOSED_LOOP)
+    if has_too_long and prepared.options.too_long in _TOO_LONG_CAVEATS:
+        found.add(_TOO_LONG_CAVEATS[prepared.options.too_long])
     return found
 
 

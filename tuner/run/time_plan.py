@@ -149,7 +149,6 @@ def fitting(runner: TrialRunner, plan: RacePlan) -> RacePlan:
 
 
 def _round_s(plan: RacePlan, settings: Sequence[EngineLimits]) -> float:
-    """Return what a round of the settings takes."""
     return sum(plan.replay_s(limits) for limits in settings)
 
 

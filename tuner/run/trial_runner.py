@@ -18,7 +18,7 @@ from tuner.replay.runner import EngineRunner, Failure
 from tuner.run.context import RunContext, Workload
 from tuner.run.directory import TRIALS_FILE
 from tuner.search.objective import Score, Scoring, Tier
-from tuner.search.trials import Phase, Recorded, Trial
+from tuner.search.trials import Phase, Trial
 
 # Engine deaths after which the run gives up, in a row and below what has worked: ours; one may
 # be chance, three are the engine's fault.
@@ -62,12 +62,12 @@ class TrialRunner:
         outcome = failure or workload.replay_on(
             self.engine, limits, cut, self.progressed, on_log
         )
-        record, slacks = judged(
+        record = judged(
             number, limits, phase, outcome, workload.scoring, race_round, context.attempt
         )
         context.run_dir.is_measured = True
         try:
-            counts = context.journal.finish(number, record, slacks)
+            counts = context.journal.finish(number, record)
         except StorageError:
             # What was measured goes on with --resume.
             context.run_dir.append_line(TRIALS_FILE, record)
@@ -151,15 +151,12 @@ def judged(
     race_round: int = 0,
     attempt: str = "",
     prediction: int = 0,
-) -> Recorded:
-    """Return a trial's record and its SLOs' slacks."""
+) -> Trial:
+    """Return a trial's record."""
     if isinstance(outcome, Measurement):
-        score, slacks = scoring.score(outcome), scoring.slacks(outcome)
-        measured, cause = outcome.as_json(), ""
+        score, measured, cause = scoring.score(outcome), outcome.as_json(), ""
     else:
-        score, slacks = Score(Tier.FAILED, math.inf, "failed"), {}
-        measured, cause = None, outcome.cause
-    record = Trial.of(
+        score, measured, cause = Score(Tier.FAILED, math.inf, "failed"), None, outcome.cause
+    return Trial.of(
         number, limits, phase, race_round, score, measured, cause, attempt, prediction
     )
-    return record, slacks

@@ -61,7 +61,6 @@ from tuner.search.trials import decisive, leader, predictions
 from tuner.stats import one_thread
 from tuner.traffic.describe import describe
 from tuner.traffic.sketch import TRAFFIC_FILE, sketch_of, write_sketch
-from tuner.traffic.traces import TooLong
 from tuner.traffic.windows import whole
 
 WritePage = Callable[[Path], object]
@@ -76,26 +75,13 @@ _MEDIAN_DECIDED = (
 )
 
 
-_TOO_LONG_CAVEATS = {
-    TooLong.REFUSE: Caveat.REQUESTS_REFUSED,
-    TooLong.CLIP: Caveat.REQUESTS_CLIPPED,
-}
-
-
 class _Run:
     """Runs the session and keeps whatever comes of it."""
 
     def __init__(
-        self,
-        prepared: PreparedRun,
-        session: AnySession,
-        message: str,
-        write_page: WritePage | None,
+        self, prepared: PreparedRun, session: AnySession, write_page: WritePage | None
     ) -> None:
         self._prepared, self._session, self._write_page = prepared, session, write_page
-        too_long = prepared.options.too_long
-        if message and too_long in _TOO_LONG_CAVEATS:
-            self._context.caveats.add(_TOO_LONG_CAVEATS[too_long])
         self._began_s = time.monotonic()
 
     @property
@@ -176,7 +162,6 @@ class _Run:
         return outcome
 
     def _given(self, found: RunFindings, *, has_predicted: bool) -> Given:
-        """Return what the run was given, and with what it was made."""
         context, prepared = self._context, self._prepared
         current = context.space.current
         return Given(
@@ -322,14 +307,15 @@ def tune(
         start = Start(prepared, held_dir, stored, listener)
         with ExitStack() as held:
             held.enter_context(one_thread())
+            session: AnySession
             if prepared.options.method is Method.SHADOW and prepared.profile is not None:
-                session, message = start.predicted(prepared.profile)
+                session = start.predicted(prepared.profile)
             else:
                 log, asked = held_dir.engine_log, prepared.options
                 live = source or LiveSource(asked.is_greedy)
                 host = held.enter_context(EngineProcess(live, log, asked.start_timeout_s))
-                session, message = start.live(host)
-            return _Run(prepared, session, message, write_page).to_the_end()
+                session = start.live(host)
+            return _Run(prepared, session, write_page).to_the_end()
     except (EngineError, RefusedConfigError):
         raise  # what the engine said is in the directory
     except (TunerError, KeyboardInterrupt):

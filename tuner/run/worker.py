@@ -44,8 +44,8 @@ def work(
     note: Callable[[str], None],
     source: EngineSource | None = None,
     config: Path | None = None,
-) -> int:
-    """Replay rounds of the run in a folder until it is over, and note why; return how many.
+) -> None:
+    """Replay rounds of the run in a folder until it is over; note how many, and why it ends.
 
     `files` are its trace on this machine and `config` its configuration, none where they lie at
     the same place.
@@ -61,7 +61,7 @@ def work(
     options = record.options.without_secrets().restored(folder, given)
     prepared = prepare(options, serves=False)
     _check_same(record, prepared)
-    journal = Journal(storage, record.study, join=True, note=note)
+    journal = Journal(storage, record.study, options.slos, join=True, note=note)
     try:
         done = 0
         if journal.state not in _ENDED:
@@ -69,9 +69,9 @@ def work(
             live = source or LiveSource(options.is_greedy)
             with EngineProcess(live, log, options.start_timeout_s) as host:
                 done = _started(host, record, prepared, journal, note).work()
+        note(f"{done} rounds were replayed here")
         if why := _ENDED.get(journal.state):
             note(why.format(folder=folder))
-        return done
     finally:
         journal.close()
 
@@ -136,9 +136,9 @@ class _Worker:
         number, one = claimed
         workloads = workloads_of(one, self.trace, self.aim)
         found = replay_round(self.engine, one, workloads, attempt)
-        if all(record.cause for record, _ in found.records):
+        if all(record.cause for record in found.records):
             # What nothing survives here says nothing of the run's own engine.
-            raise EngineError(f"no setting survived its replay: {found.records[0][0].cause}")
+            raise EngineError(f"no setting survived its replay: {found.records[0].cause}")
         counts = self.journal.finish_round(number, found.records, {STEPS: packed(found.steps)})
         settings = ", ".join(map(str, one.settings))
         late = "" if counts else ", too late to count"

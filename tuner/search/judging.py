@@ -158,8 +158,3 @@ def losses(cost: Floats, field: Bools) -> Floats:
         axis=0
     )
     return expected
-
-
-def share_of(holds: Bools) -> float:
-    """Return in which share of the draws something holds."""
-    return float(holds.mean())

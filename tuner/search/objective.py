@@ -6,7 +6,7 @@ Turns a measurement into a score that orders configurations.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -277,7 +277,6 @@ class Scoring:
         )
 
     def _place(self, m: Measurement) -> Score:
-        """Place a whole measurement in the order."""
         if self.objective is Objective.CAPACITY:
             return self._score_capacity(m)
         if self.objective is Objective.GOODPUT:
@@ -339,17 +338,13 @@ class Scoring:
         slacks = (slo.slack_ratio(m) for slo in self.slos)
         return max((slack for slack in slacks if slack is not None), default=-math.inf)
 
-    def slacks(self, m: Measurement) -> dict[str, float]:
-        """Return each SLO's slack, as Optuna takes constraints: feasible at or below zero."""
-        return {slo.name: slo.slack_ratio(m) or 0.0 for slo in self.slos}
-
     def broken_in(self, measurement: Mapping[str, Any]) -> list[str]:
         """Name the SLOs that do not hold in a recorded measurement, with what was measured."""
         messages = []
         for slo in self.slos:
-            spread = measurement[slo.metric]
-            value_s, lost = spread[slo.statistic], spread.get("lost", 0)
-            if lost and (value_s is None or slo.statistic == "mean"):
+            value_s = _recorded_s(slo, measurement)
+            if value_s == math.inf:
+                lost = measurement[slo.metric]["lost"]
                 messages.append(f"{slo.name} has no end: {lost} requests were never answered")
             elif value_s is not None and value_s > slo.bound_s:
                 messages.append(f"{slo.name} {value_s:.3g} s exceeds {slo.bound_s:g} s")
@@ -370,6 +365,26 @@ class Scoring:
             allowed = requests - math.ceil(q * requests - 1e-9)
             return CutRule(late_s=HOPELESS_RATIO * best.value, allowed_late=allowed)
         return CutRule()
+
+
+def recorded_slacks(slos: Iterable[Slo], measurement: Mapping[str, Any]) -> dict[str, float]:
+    """Return each SLO's slack in a recorded measurement, feasible at or below zero.
+
+    Raises: KeyError, TypeError if it is none.
+    """
+    values_s = {slo: _recorded_s(slo, measurement) for slo in slos}
+    return {
+        slo.name: 0.0 if value_s is None else value_s / slo.bound_s - 1.0
+        for slo, value_s in values_s.items()
+    }
+
+
+def _recorded_s(slo: Slo, measurement: Mapping[str, Any]) -> float | None:
+    """Return what an SLO bounds, without end where that is of lost requests; None of none."""
+    spread = measurement[slo.metric]
+    value_s: float | None = spread[slo.statistic]
+    is_endless = spread.get("lost") and (value_s is None or slo.statistic == "mean")
+    return math.inf if is_endless else value_s
 
 
 def _load_used(m: Measurement) -> float | None:

@@ -31,7 +31,6 @@ from tuner.search.judging import (
     losses,
     open_of,
     ratio_of,
-    share_of,
     why_of,
 )
 from tuner.search.objective import WORST_SLACK, Score, Tier, is_rate
@@ -271,7 +270,7 @@ class Draws:
         """
         return replace(
             odds,
-            p_slo=self._p_slo(now),
+            p_slo=self._slos_met(self.here[:, now]),
             p_sustained=self._p_sustained(now),
             loss=loss,
             rival=None if rival == now else self.settings[rival],
@@ -293,7 +292,7 @@ class Draws:
             Standing(
                 self.settings[i],
                 tuple(quantiles[:, i].tolist()),
-                self._p_slo(i),
+                self._slos_met(self.here[:, i]),
                 self._p_sustained(i),
                 float(shares[i]) if field[i] else None,
                 float(loss[i]) if field[i] else None,
@@ -405,7 +404,6 @@ class Draws:
         return replace(self, here=self.here * times, elsewhere=elsewhere)
 
     def _judged(self, confidence: float, current: EngineLimits) -> Judged:
-        """Return how the settings stand beside each other."""
         field, column, metric = self.criterion(confidence, current)
         return Judged(field, column, metric, charged(self.here, column, field))
 
@@ -457,16 +455,16 @@ class Draws:
         cost, its = charged(here, column).T
         with np.errstate(divide="ignore", invalid="ignore"):
             loss = np.nan_to_num(its / cost - 1, nan=0.0, posinf=MAX_LOSS)
-        p_better = share_of(is_better(here, column))
+        p_better = float(is_better(here, column).mean())
         # What is more probably kept than it was, and surely: the SLOs, and the load.
         kept = (here[:, :, [SLO, LOAD]] <= 1.0).mean(axis=0)
         slos, load = (kept[0] >= confidence) & (1 - kept[1] > MISSED * (1 - confidence))
         return Odds(
             p_better,
-            self._p_slo(best),
+            self._slos_met(here[:, 0]),
             self._p_sustained(best),
             max(0.0, float(np.minimum(loss, MAX_LOSS).mean())),
-            share_of(is_better(elsewhere, column)),
+            float(is_better(elsewhere, column).mean()),
             meets_more=bool(slos or (load and p_better >= confidence)),
             basis=self.basis,
             confidence=confidence,
@@ -474,16 +472,12 @@ class Draws:
             p_slo_elsewhere=self._slos_met(elsewhere[:, 0]),
         )
 
-    def _p_slo(self, setting: int) -> float | None:
-        """Return how probably a setting meets every SLO, None where there is none."""
-        return self._slos_met(self.here[:, setting])
-
     def _slos_met(self, drawn: Floats) -> float | None:
         """Return in which share of its draws a setting meets every SLO, None without any.
 
         Shapes: drawn is [draws, 3].
         """
-        return share_of(drawn[:, SLO] <= 1.0) if self.has_slos else None
+        return float((drawn[:, SLO] <= 1.0).mean()) if self.has_slos else None
 
     def _p_sustained(self, setting: int) -> float | None:
         """Return how probably a setting sustains the load, None where that does not count.
@@ -493,7 +487,7 @@ class Draws:
         """
         load = self.here[:, :, LOAD]
         counts = bool(((load > 0) & np.isfinite(load)).any())
-        return share_of(load[:, setting] <= 1.0) if counts else None
+        return float((load[:, setting] <= 1.0).mean()) if counts else None
 
 
 def _used(share: float | None, score: Score) -> float:

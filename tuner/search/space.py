@@ -137,7 +137,6 @@ class SearchSpace:
 
 
 def _too_large(expected: str, got: Sequence[int]) -> UsageError:
-    """Return what is wrong with limits that are larger than any that are tried."""
     return UsageError(
         f"{expected}, got {max(got)}",
         "vLLM sets memory aside for as many sequences, max_model_len token ids each, and for "

@@ -244,10 +244,6 @@ class Trial:
         )
 
 
-Recorded = tuple[Trial, Mapping[str, float]]
-"""A trial, and the slacks of its SLOs."""
-
-
 def _with_end(value: float) -> float | Literal["inf"]:
     """Return a number, or its name where JSON has no number for it."""
     return "inf" if value == math.inf else value

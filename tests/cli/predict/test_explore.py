@@ -62,10 +62,7 @@ def test_json_is_the_data_and_no_page_unless_one_is_named(folder: Path, capfd: O
     [
         ("--trace prod.jsonl", "--profile is missing"),
         ("--profile profile.yaml", "--trace is missing"),
-        ("--profile gone.yaml --trace prod.jsonl", "gone.yaml cannot be read"),
         ("--profile prod.jsonl --trace prod.jsonl", "prod.jsonl"),
-        ("--profile profile.yaml --trace prod.jsonl --loads 2:1:1", "FROM:TO:STEP"),
-        ("--profile profile.yaml --trace prod.jsonl --slo fast", "--slo 'fast'"),
         ("--profile profile.yaml --trace prod.jsonl -o gone/x.html", "folder does not exist"),
         ("--profile profile.yaml --trace prod.jsonl -o .", "that is a folder"),
         (

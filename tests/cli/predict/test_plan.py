@@ -23,11 +23,15 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return str(folder / "profile.yaml"), str(a_trace_file(folder / "prod.jsonl", 400))
 
 
+@pytest.fixture(scope="module")
+def command(files: tuple[str, str]) -> list[str]:
+    """Return the words that plan for both."""
+    return ["plan", "--profile", files[0], "--trace", files[1], "--force-profile"]
+
+
 def test_more_load_wants_larger_caps_until_a_change_pays(
-    files: tuple[str, str], capfd: pytest.CaptureFixture[str]
+    command: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    profile, trace = files
-    command = ["plan", "--profile", profile, "--trace", trace, "--force-profile"]
     assert run([*command, "--loads", "0.05,1", "--max-num-seqs", "2,8,24", "--json"]) == 0
     told = json.loads(capfd.readouterr().out)
     assert [caveat["id"] for caveat in told["caveats"]] == ["profile_forced"]
@@ -41,10 +45,8 @@ def test_more_load_wants_larger_caps_until_a_change_pays(
 
 
 def test_the_table_shows_what_both_reach_at_every_load_of_a_range(
-    files: tuple[str, str], capfd: pytest.CaptureFixture[str]
+    command: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    profile, trace = files
-    command = ["plan", "--profile", profile, "--trace", trace, "--force-profile"]
     asked = [*command, "--loads", "0.05:1:0.95", "--max-num-seqs", "2,8"]
     assert run([*asked, "--json"]) == 0
     told = json.loads(capfd.readouterr().out)
@@ -83,10 +85,8 @@ def test_a_window_begins_as_warm_as_a_replay_with_a_lead_in(
 
 
 def test_loads_are_told_as_multiples_of_the_recorded_one_also_of_traffic_at_another(
-    files: tuple[str, str], capfd: pytest.CaptureFixture[str]
+    command: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    profile, trace = files
-    command = ["plan", "--profile", profile, "--trace", trace, "--force-profile"]
     asked = [*command, "--max-num-seqs", "2,8"]
     assert run([*asked, "--loads", "2", "--json"]) == 0
     (twice,) = json.loads(capfd.readouterr().out)["loads"]
@@ -103,10 +103,8 @@ def test_loads_are_told_as_multiples_of_the_recorded_one_also_of_traffic_at_anot
 
 
 def test_where_settings_cannot_be_compared_the_cause_is_told(
-    files: tuple[str, str], capfd: pytest.CaptureFixture[str]
+    command: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    profile, trace = files
-    command = ["plan", "--profile", profile, "--trace", trace, "--force-profile"]
     less = ["--max-num-seqs", "2", "--request-timeout", "1s"]
     assert run([*command, "--load", "2", "--loads", "1", *less]) == 3
     told = capfd.readouterr().err
@@ -177,10 +175,8 @@ def test_what_cannot_be_planned_is_reported(
 
 
 def test_slos_that_no_load_is_low_enough_for_are_named(
-    files: tuple[str, str], capfd: pytest.CaptureFixture[str]
+    command: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    profile, trace = files
-    command = ["plan", "--profile", profile, "--trace", trace, "--force-profile"]
     asked = [*command, "--loads", "0.5,4", "--max-num-seqs", "2,8", "--json"]
     assert run([*asked, "--slo", "ttft_p90=1ms", "--slo", "e2e_p90=1h"]) == 0
     said = capfd.readouterr().err
@@ -191,11 +187,18 @@ def test_slos_that_no_load_is_low_enough_for_are_named(
 
 
 def test_a_fleet_is_planned_by_stretches_with_its_cost(
-    files: tuple[str, str], capfd: pytest.CaptureFixture[str]
+    command: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    profile, trace = files
-    command = ["plan", "--profile", profile, "--trace", trace, "--force-profile", "--fleet"]
-    asked = [*command, "--slo", "e2e_p90=2s", "--stretch", "10s", "--gpu-hour-price", "2"]
+    asked = [
+        *command,
+        "--fleet",
+        "--slo",
+        "e2e_p90=2s",
+        "--stretch",
+        "10s",
+        "--gpu-hour-price",
+        "2",
+    ]
     asked += ["--start-time", "1s", "--load", "4"]
     assert run([*asked, "--json"]) == 0
     told = json.loads(capfd.readouterr().out)
@@ -230,11 +233,9 @@ def test_a_fleet_is_planned_by_stretches_with_its_cost(
     ],
 )
 def test_a_fleet_that_cannot_be_planned_is_refused(
-    files: tuple[str, str], capfd: pytest.CaptureFixture[str], more: list[str], said: str
+    command: list[str], capfd: pytest.CaptureFixture[str], more: list[str], said: str
 ) -> None:
-    profile, trace = files
-    command = ["plan", "--profile", profile, "--trace", trace, "--force-profile", "--fleet"]
-    assert run([*command, *more]) == 2
+    assert run([*command, "--fleet", *more]) == 2
     assert said in capfd.readouterr().err
 
 
@@ -277,9 +278,8 @@ def test_a_fleet_says_what_it_does_not_keep_and_of_what_it_needs_how_many(
 
 
 def test_in_a_closed_loop_one_load_is_predicted(
-    files: tuple[str, str], capfd: pytest.CaptureFixture[str]
+    command: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["plan", "--profile", files[0], "--trace", files[1], "--force-profile"]
     closed = ["--load-model", "closed", "--concurrency", "4", "--max-num-seqs", "4"]
     assert run([*command, *closed, "--loads", "0.5,1,2", "--json"]) == 0
     out, err = capfd.readouterr()
@@ -288,20 +288,18 @@ def test_in_a_closed_loop_one_load_is_predicted(
 
 
 def test_clients_are_told_the_same_in_words_and_in_json(
-    files: tuple[str, str], capfd: pytest.CaptureFixture[str]
+    command: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    profile, trace = files
-    command = ["plan", "--profile", profile, "--trace", trace, "--force-profile", "--clients"]
-    assert run([*command, "--slo", "e2e_p95=60s", "--load", "0.05", "--json"]) == 0
+    assert run([*command, "--clients", "--slo", "e2e_p95=60s", "--load", "0.05", "--json"]) == 0
     told = json.loads(capfd.readouterr().out)
     assert told["retries"] > 0
     assert told["sharing"] is None
-    assert run([*command, "--slo", "e2e_p95=60s", "--load", "0.05"]) == 0
+    assert run([*command, "--clients", "--slo", "e2e_p95=60s", "--load", "0.05"]) == 0
     lines = capfd.readouterr().out
     assert f"connection pool {told['connections']}," in lines
     assert f"time-out {told['timeout_s']:.3g} s" in lines
     assert f"retry budget {told['retries']:.0%}" in lines
-    assert run([*command, "--by", "hour"]) == 2
+    assert run([*command, "--clients", "--by", "hour"]) == 2
     assert "one of them" in capfd.readouterr().err
 
 

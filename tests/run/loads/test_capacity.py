@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from support.odd_toys import LostSource
+from support.optional import not_none
 from support.run_parts import Heard, ToyPredictor, a_profile, a_run, a_space
 from support.toy import ToyCosts, ToySource
 from support.traffic import a_trace, replay_toy, steady
@@ -123,8 +124,7 @@ def test_the_winner_is_replayed_live_at_the_load_it_is_said_to_bear(tmp_path: Pa
     with a_run(tmp_path, TRACE, a_space(SMALL), slos=SLOS, budget_s=3600.0) as run:
         found = predict_capacity(predictor, run.workload, decision, SMALL)
         assert found.winner is not None
-        assert found.current is not None
-        assert found.winner > found.current
+        assert found.winner > not_none(found.current)
 
         def confirmed(
             claim: CapacityResult, predictor: ToyPredictor = predictor
@@ -203,8 +203,7 @@ def test_what_is_told_to_be_borne_is_borne_as_deployed(tmp_path: Path) -> None:
         session = Session.of(run.runner, {}, lambda _: predictor)
         session.search.foretold = Foretold(predictor, Predictions(run.workload))
         session._find_capacity(decision)
-    found = session.found.capacity
-    assert found is not None
+    found = not_none(session.found.capacity)
     assert (found.winner, found.confirmed_live) == (deployed.capacity, None)
     assert "not tried live: the engine that was measured on" in found.text
 
@@ -238,9 +237,8 @@ def test_no_window_is_so_short_that_more_is_borne_than_can_be_finished(
     predictor = ToyPredictor(a_profile(), toy=source)
     found = predictor.measure_capacity([trace], limits, ReplayPlan(), slos)
     assert isinstance(found, Measurement)
-    assert found.capacity is not None
     most = never_idle_per_s(limits, source) / 18.0
-    assert 0.7 * most < found.capacity < 1.06 * most
+    assert 0.7 * most < not_none(found.capacity) < 1.06 * most
     # A window of one life of a request shows no queue; the sentence then says so.
     assert found.spans_lives == (length_s > 4.0)
 

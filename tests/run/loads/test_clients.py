@@ -43,6 +43,18 @@ def advice_for(
     return advise(predictor, EngineLimits(1, 512), workload)
 
 
+def words_for(folder: Path, n: int, per_s: float) -> list[str]:
+    """Return the words that name a profile and a trace of so many requests a second."""
+    write_profile(folder / "p.yaml", a_profile())
+    trace = a_trace_file(folder / "t.jsonl", n, per_s=per_s)
+    return ["--profile", str(folder / "p.yaml"), "--force-profile", "--trace", str(trace)]
+
+
+def run_into(folder: Path) -> list[str]:
+    """Return the words that predict a run into a folder."""
+    return ["--method", "shadow", "--run-dir", str(folder / "run")]
+
+
 def test_a_request_a_second_of_half_a_second_is_half_a_request_in_flight() -> None:
     found = advice_for(a_trace(np.arange(N).tolist(), 10, 5), "e2e_p95=0.9s")
     assert found.in_flight == pytest.approx(0.5, rel=0.01)
@@ -67,12 +79,8 @@ def test_requests_that_come_in_pairs_need_two_connections() -> None:
 def test_requests_that_all_come_at_once_are_tuned_for_without_advice_for_clients(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    profile, trace, best = (str(tmp_path / name) for name in ("p.yaml", "t.jsonl", "best.yaml"))
-    write_profile(tmp_path / "p.yaml", a_profile())
-    a_trace_file(tmp_path / "t.jsonl", 60, per_s=math.inf)
-    words = ["--profile", profile, "--force-profile", "--trace", trace]
-    tune = ["--method", "shadow", "--slo", "e2e_p90=9s", "--run-dir", str(tmp_path / "run")]
-    assert run([*words, *tune, "-o", best]) == 0
+    words, best = words_for(tmp_path, 60, math.inf), str(tmp_path / "best.yaml")
+    assert run([*words, *run_into(tmp_path), "--slo", "e2e_p90=9s", "-o", best]) == 0
     assert "no advice for clients: all requests come at one instant" in capsys.readouterr().err
     assert run(["plan", *words, "--clients"]) == 2
     assert "--load-model closed" in capsys.readouterr().err
@@ -86,12 +94,8 @@ def test_requests_that_all_come_at_once_are_tuned_for_without_advice_for_clients
 def test_where_no_request_is_answered_in_time_it_is_said_how_many_are_lost(
     slo: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_profile(tmp_path / "p.yaml", a_profile())
-    a_trace_file(tmp_path / "t.jsonl", 60, per_s=1.0)
-    words = ["--profile", str(tmp_path / "p.yaml"), "--force-profile", "--method", "shadow"]
-    words += ["--trace", str(tmp_path / "t.jsonl"), "--run-dir", str(tmp_path / "run")]
-    words += ["-o", str(tmp_path / "best.yaml"), "--request-timeout", "1ms"]
-    assert run([*words, *slo]) == 3
+    words = [*words_for(tmp_path, 60, 1.0), *run_into(tmp_path), "--request-timeout", "1ms"]
+    assert run([*words, *slo, "-o", str(tmp_path / "best.yaml")]) == 3
     said = " ".join(capsys.readouterr().err.split())
     assert "no configuration answers its requests; " in said
     assert "loses least, 100% of them" in said
@@ -103,10 +107,7 @@ def test_where_no_request_is_answered_in_time_it_is_said_how_many_are_lost(
 def test_where_nothing_meets_the_slos_it_is_said_at_which_load_they_would_hold(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_profile(tmp_path / "p.yaml", a_profile())
-    a_trace_file(tmp_path / "t.jsonl", 300, per_s=16.0)
-    words = ["--profile", str(tmp_path / "p.yaml"), "--force-profile", "--method", "shadow"]
-    words += ["--trace", str(tmp_path / "t.jsonl"), "--run-dir", str(tmp_path / "run")]
+    words = [*words_for(tmp_path, 300, 16.0), *run_into(tmp_path)]
     assert run([*words, "--slo", "e2e_p90=3s", "--load", "40"]) == 3
     said = " ".join(capsys.readouterr().err.split())
     assert "lower --load" in said
@@ -130,16 +131,13 @@ def test_a_number_that_is_kept_in_flight_tells_no_capacity(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """More load is as many in flight, so that the SLOs hold at every load or at none."""
-    write_profile(tmp_path / "p.yaml", a_profile())
-    a_trace_file(tmp_path / "t.jsonl", 60, per_s=1.0)
-    words = ["--profile", str(tmp_path / "p.yaml"), "--force-profile", "--slo", "e2e_p90=9s"]
-    words += ["--trace", str(tmp_path / "t.jsonl"), "--load-model", "closed"]
-    words += ["--concurrency", "4"]
+    words = [*words_for(tmp_path, 60, 1.0), "--slo", "e2e_p90=9s"]
+    words += ["--load-model", "closed", "--concurrency", "4"]
     assert run(["plan", *words, "--clients"]) == 0
     assert "semaphore" not in (said := capsys.readouterr().out)
     assert "a number is kept in flight at every load" in " ".join(said.split())
-    words += ["--method", "shadow", "-o", str(tmp_path / "best.yaml")]
-    assert run([*words, "--run-dir", str(tmp_path / "run")]) == 0
+    words += [*run_into(tmp_path), "-o", str(tmp_path / "best.yaml")]
+    assert run(words) == 0
     assert "capacity at the SLOs" not in "".join(capsys.readouterr())
     words += ["--run-dir", str(tmp_path / "refused"), "--objective", "capacity"]
     assert run(words) == 2

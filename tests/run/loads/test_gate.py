@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from support.gate_parts import LIMITS, LOADS, PREDICTOR, a_gate, a_workload
+from support.optional import not_none
 from tuner.errors import NoFeasibleConfigError, UsageError
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
@@ -33,8 +34,7 @@ def test_under_overload_a_gate_keeps_what_is_lost_without_and_costs_nothing_befo
     assert heavy.before.slo_attainment_ratio < 0.3
     assert goodput_per_s(heavy.gated) > 1.5 * goodput_per_s(heavy.before)
     assert heavy.odds == 1.0
-    assert heavy.elsewhere.low is not None
-    assert 0 < heavy.elsewhere.low < heavy.elsewhere.value
+    assert 0 < not_none(heavy.elsewhere.low) < heavy.elsewhere.value
     assert a_gate().pays
 
 
@@ -106,8 +106,7 @@ def test_who_suffers_adds_up_to_who_was_turned_away(
 
 def test_as_many_replicas_as_a_load_takes() -> None:
     answer = a_gate()
-    assert answer.capacity is not None
-    assert 0.5 < answer.capacity < 2.0
+    assert 0.5 < not_none(answer.capacity) < 2.0
     assert [at.replicas for at in answer.loads] == [1, 2]
     assert (answer.in_flight or 0.0) > 0
 
@@ -136,8 +135,7 @@ def test_replicas_that_do_not_hold_a_load_are_never_told() -> None:
     """Where one bears more alone than in a fleet, as by prefixes that it then sees more of."""
     workload = a_workload("ttft_p95=1s")
     search = _Search(PREDICTOR, LIMITS, workload, (6.0,))
-    told = search._replicas(6.0, capacity=a_gate().capacity)
-    assert told is not None
+    told = not_none(search._replicas(6.0, capacity=a_gate().capacity))
     assert search._replicas(6.0, capacity=3.0) == told > 2
 
 
@@ -156,8 +154,7 @@ def test_what_a_gate_gains_on_other_traffic_is_as_open_as_both_traffics_are() ->
     )
     low, high = np.quantile(gated - free, (0.05, 0.95)).tolist()
     assert heavy.elsewhere.low is not None
-    assert heavy.elsewhere.high is not None
-    assert heavy.elsewhere.high - heavy.elsewhere.low > math.sqrt(2) * (high - low)
+    assert not_none(heavy.elsewhere.high) - heavy.elsewhere.low > math.sqrt(2) * (high - low)
     assert heavy.elsewhere.value == pytest.approx(np.median(gated - free))
 
 

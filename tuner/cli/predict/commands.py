@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
@@ -25,7 +26,9 @@ from tuner.cli.options import (
     given_in,
     loads_option,
     one_setting,
+    path_of,
     predicted_options,
+    profile_at,
     prometheus_options,
     router_option,
     time_option,
@@ -127,9 +130,11 @@ def explore(**params: Any) -> int:
     Latency and throughput over both limits and load, on one page that needs no network.
     Predicted from a profile; no engine is started.
     """
-    from tuner.cli.predict.explore import ExploreOptions, run_explore
+    from tuner.cli.predict.explore import run_explore
+    from tuner.cli.predict.options import LoadsOptions
 
-    return run_explore(ExploreOptions.parse(params))
+    output = path_of(params["output"])
+    return run_explore(LoadsOptions.parse(params), output, as_json=params["as_json"])
 
 
 @command(
@@ -216,9 +221,15 @@ def fit(**params: Any) -> int:
     From the steps that its recorder kept beside its requests: how long batches take with
     production's own traffic, the server's overhead included.
     """
-    from tuner.cli.production import ProfileFitOptions, run_profile_fit
+    from tuner.cli.production import run_profile_fit
 
-    return run_profile_fit(ProfileFitOptions.parse(params))
+    return run_profile_fit(
+        tuple(map(Path, params["recording"])),
+        tuple(map(Path, params["steps"])),
+        path_of(params["config"]),
+        profile_at(params["output"]),
+        as_json=params["as_json"],
+    )
 
 
 @command(
@@ -261,9 +272,10 @@ def derive(**params: Any) -> int:
     Of NVIDIA's AIConfigurator, which is asked about batches of all kinds. What comes of it is
     marked as derived and not measured, with the error to expect.
     """
-    from tuner.cli.production import DeriveOptions, run_profile_derive
+    from tuner.cli.production import run_profile_derive, wanted_of
 
-    return run_profile_derive(DeriveOptions.parse(params))
+    target = profile_at(params["output"])
+    return run_profile_derive(wanted_of(params), target, as_json=params["as_json"])
 
 
 profile.add_command(fit)

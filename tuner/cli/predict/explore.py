@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from tuner.cli.console import json_text, say
 from tuner.cli.inputs import check_output
-from tuner.cli.options import Params, path_of
 from tuner.cli.predict.options import LoadsOptions
 from tuner.files import write_atomic
 from tuner.report.explore import Explored, explore_page
@@ -18,24 +16,13 @@ from tuner.report.explore import Explored, explore_page
 PAGE = "explore.html"
 
 
-@dataclass(frozen=True, slots=True)
-class ExploreOptions:
-    """What is predicted, and where the page goes; with `as_json` the data goes to stdout."""
+def run_explore(inputs: LoadsOptions, output: Path | None, *, as_json: bool) -> int:
+    """Predict every setting at every load, write the page or the data.
 
-    inputs: LoadsOptions
-    output: Path | None
-    as_json: bool
-
-    @classmethod
-    def parse(cls, params: Params) -> Self:
-        """Return what the command line says. Raises: UsageError."""
-        return cls(LoadsOptions.parse(params), path_of(params["output"]), params["as_json"])
-
-
-def run_explore(options: ExploreOptions) -> int:
-    """Predict every setting at every load, write the page or the data. Raises: TunerError."""
-    inputs = options.inputs
-    check_output(options.output)
+    With `as_json` the data goes to stdout, and a page is written where one is named.
+    Raises: TunerError.
+    """
+    check_output(output)
     began_s = time.monotonic()
     profile, source = inputs.shadow.load()
     trace, surface = inputs.surface(source)
@@ -45,17 +32,16 @@ def run_explore(options: ExploreOptions) -> int:
     explored = Explored(
         surface, profile, str(inputs.shadow.profile), trace, str(inputs.objective), took_s
     )
-    if options.as_json:
+    if as_json:
         sys.stdout.write(json_text(_content(explored)))
-    if options.output or not options.as_json:
-        target = options.output or Path(PAGE)
+    if output or not as_json:
+        target = output or Path(PAGE)
         write_atomic(target, explore_page(explored))
         say(f"page written to {target}")
     return 0
 
 
 def _content(explored: Explored) -> dict[str, Any]:
-    """Return the data of the page for --json."""
     surface, profile, trace = explored.surface, explored.profile, explored.trace
     content = surface.as_json()
     for at, found in zip(surface.loads, content["loads"], strict=True):

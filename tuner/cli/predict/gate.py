@@ -10,7 +10,6 @@ from typing import Self
 
 from tuner.cli.console import say, show_result
 from tuner.cli.inputs import (
-    WHERE_PROFILES_ARE,
     LimitOptions,
     ShadowOptions,
     TrafficOptions,
@@ -69,9 +68,8 @@ class GateOptions:
                 "a gate is judged by requests within their SLOs: --slo is missing",
                 "--slo ttft_p95=500ms, or a bound on tpot or e2e",
             )
-        hint = f"name a profile: {WHERE_PROFILES_ARE}"
         return cls(
-            shadow=ShadowOptions.parse(params, UsageError("--profile is missing", hint)),
+            shadow=ShadowOptions.parse(params),
             traffic=TrafficOptions.parse(params),
             limits=LimitOptions.parse(params),
             loads=params["loads"],

@@ -7,7 +7,6 @@ from typing import Self
 
 from tuner.cli.console import say
 from tuner.cli.inputs import (
-    WHERE_PROFILES_ARE,
     ShadowOptions,
     TrafficOptions,
     announce,
@@ -16,7 +15,6 @@ from tuner.cli.inputs import (
 from tuner.cli.options import Params
 from tuner.drift.retune import Retune
 from tuner.engine.limits import EngineLimits
-from tuner.errors import UsageError
 from tuner.replay.slo import Slo
 from tuner.run.context import Workload
 from tuner.run.inputs import engine_of_profile
@@ -52,9 +50,8 @@ class LoadsOptions:
     @classmethod
     def parse(cls, params: Params) -> Self:
         """Return what the command line says. Raises: UsageError."""
-        hint = f"name a profile: {WHERE_PROFILES_ARE}"
         return cls(
-            shadow=ShadowOptions.parse(params, UsageError("--profile is missing", hint)),
+            shadow=ShadowOptions.parse(params),
             traffic=TrafficOptions.parse(params),
             loads=params["loads"],
             slos=tuple(params["slo"]),

@@ -17,7 +17,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.replay.metrics import Measurement
 from tuner.replay.plan import CutRule
 from tuner.replay.runner import Failure
-from tuner.run.drawing import FEW_DRAWS, compare_engines, draw
+from tuner.run.drawing import FEW_DRAWS, Drawing, compare_engines
 from tuner.run.evidence import change_bounds
 from tuner.run.knobs.known import Change, Knob, Place, knob_named, kv_times, least_blocks
 from tuner.run.knobs.records import (
@@ -158,7 +158,7 @@ class _Turning:
         return predictor, found
 
     def _draws(self, limits: EngineLimits, changes: Sequence[Change]) -> Draws:
-        return draw(*self._turned([limits], changes), [limits], FEW_DRAWS)
+        return Drawing(*self._turned([limits], changes)).draws([limits], FEW_DRAWS)
 
     def odds(
         self, limits: EngineLimits, changes: Sequence[Change], before: EngineLimits
@@ -341,7 +341,6 @@ def _blocks(change: Change) -> int:
 
 
 def _memory(blocks: int, block_bytes: int) -> str:
-    """Return a KV cache's size in words."""
     held = f" ({blocks * block_bytes / GB:.3g} GB)" if block_bytes else ""
     return f"{blocks:,} blocks{held}"
 

@@ -92,7 +92,6 @@ def _with_shape(predictor: Predictor, **changed: object) -> Predictor:
 
 
 def _option(key: str, value: float | bool) -> Change:  # noqa: FBT001 - a value as any other
-    """Return an option of vLLM's scheduler set to a value."""
     name = key.replace("-", "_")
     text = {True: "on", False: "off"}.get(value) if isinstance(value, bool) else f"{value:g}"
 

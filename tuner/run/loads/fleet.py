@@ -25,13 +25,14 @@ from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.slo import Slo
 from tuner.run.context import Workload
+from tuner.run.drawing import FEW_DRAWS, Drawing
 from tuner.run.loads.alone import hopeless, with_widest
-from tuner.run.loads.fleet_odds import FleetOdds, PossibleFleets
-from tuner.run.predict import predict
+from tuner.run.predict import Predictions, at_once, predict
 from tuner.search.budget import MIN_REQUESTS, Aim
 from tuner.search.ladder import FINALISTS
 from tuner.search.objective import Objective, Tier
-from tuner.search.race import CONFIDENCE
+from tuner.search.posterior import MODEL_ALONE, around
+from tuner.search.race import CONFIDENCE, OTHER_TRAFFIC
 from tuner.search.space import SearchSpace
 from tuner.shadow.calibration import StatedError
 from tuner.shadow.fleet import MAX_PREFIX_REPLICAS, Autoscaler, Fleet, FleetLog, simulate_fleet
@@ -108,6 +109,50 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
+class FleetOdds:
+    """The share of draws in which so many replicas keep the SLOs and bear the load.
+
+    Of the stretch that begins at `start_s`, which takes the most. `sure` is the fewest that do
+    so with the usual confidence, and the share; None where no number that is tried does.
+    `basis` says what the draws are of.
+    """
+
+    replicas: int
+    p_kept: float
+    sure: tuple[int, float] | None
+    start_s: float
+    basis: str
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the odds for --json."""
+        fewest, p_kept = self.sure or (None, None)
+        return {
+            "stretch_start_s": self.start_s,
+            "replicas": self.replicas,
+            "p_kept": self.p_kept,
+            "basis": self.basis,
+            "draws": FEW_DRAWS,
+            "confidence": CONFIDENCE,
+            "sure": None if fewest is None else {"replicas": fewest, "p_kept": p_kept},
+        }
+
+    def text(self, most: int) -> str:
+        """Say it in a sentence, where up to so many replicas are tried.
+
+        >>> FleetOdds(3, 0.54, (4, 0.96), 0.0, "other traffic").text(64)
+        'P(SLOs met, load borne) 0.54, with 4 replicas 0.96: 50 draws of other traffic'
+        >>> FleetOdds(3, 0.54, None, 0.0, "other traffic").text(4)
+        'P(SLOs met, load borne) 0.54, 0.90 with none up to 4: 50 draws of other traffic'
+        """
+        more = f", {CONFIDENCE:.2f} with none up to {most}"
+        if self.sure is not None:
+            fewest, p_kept = self.sure
+            more = "" if fewest == self.replicas else f", with {fewest} replicas {p_kept:.2f}"
+        found = f"P(SLOs met, load borne) {self.p_kept:.2f}{more}"
+        return f"{found}: {FEW_DRAWS} draws of {self.basis}"
+
+
+@dataclass(frozen=True, slots=True)
 class FleetPlan:
     """The fewest replicas at the best limits, and the ways to run them.
 
@@ -168,7 +213,7 @@ def plan_fleet(
     ways = sizer.ways(limits, by_stretch, note)
     odds = _odds(sizer, limits, by_stretch, ways[0].replicas)
     if odds.sure is not None and odds.sure[0] != odds.replicas:
-        ways = (*ways, sizer.fixed(limits, odds.sure[0], "sure"))
+        ways = (*ways, sizer.fixed(limits, odds.sure[0], "sure")[0])
         note(f"sure: {odds.sure[0]} replicas, {ways[-1].gpu_hours:.3g} GPU hours")
     return FleetPlan(limits, space.current, aim, needed, odds, predictor.error, ways)
 
@@ -203,20 +248,21 @@ def _odds(
     """
     busiest = sizer.busiest()
     stretch = max(range(len(needed)), key=lambda i: (needed[i] or 0, i == busiest))
-    possible = sizer.possible(stretch, limits)
-    p_kept = {told: possible.p_kept(told)}
+    drawing = Drawing(sizer.predictor, Predictions(sizer.workload(sizer.part(stretch))))
+    engines = drawing.engines(limits, FEW_DRAWS)
+    p_kept: dict[int, float] = {}
 
     def is_sure(count: int) -> bool:
-        p_kept[count] = possible.p_kept(count)
+        p_kept[count] = sizer.p_kept(stretch, limits, count, drawing, engines)
         return p_kept[count] >= CONFIDENCE
 
-    sure = told if p_kept[told] >= CONFIDENCE else sizer.least(is_sure, told, told + 1)
+    sure = told if is_sure(told) else sizer.least(is_sure, told, told + 1)
     return FleetOdds(
         told,
         p_kept[told],
         None if sure is None else (sure, p_kept[sure]),
         float(sizer.edges_s[stretch]),
-        possible.basis,
+        OTHER_TRAFFIC if drawing.stretches else MODEL_ALONE,
     )
 
 
@@ -273,8 +319,6 @@ def _serve_well(sizer: _Sizer, space: SearchSpace, share: Trace) -> list[EngineL
 
 
 class _Sizer:
-    """Fleets of one engine on the stretches of one trace."""
-
     def __init__(
         self, predictor: Predictor, trace: Trace, plan: ReplayPlan, aim: FleetAim
     ) -> None:
@@ -345,23 +389,24 @@ class _Sizer:
         They do that if all of it is answered when the next stretch begins, in whatever bursts
         it came, or if it is sustained.
         """
-        used, bears = self._judge(stretch, self._prepare(stretch), limits, replicas)
+        used, bears = self._judge(stretch, limits, replicas)
         return used <= 1 and bears
 
     def _judge(
         self,
         stretch: int,
-        prepared: PreparedTrace,
         limits: EngineLimits,
         replicas: int,
+        drawn: PreparedTrace | None = None,
         engine: SimulatedEngine | None = None,
     ) -> tuple[float, bool]:
         """Return how much of its tightest SLO is used in a stretch, and if all is borne.
 
-        The traffic and the engine may be others that are as possible.
+        The traffic may be `drawn`, and the engine another that is as possible.
         """
         fleet = Fleet(replicas, self.aim.router)
-        log = self._simulate(prepared, limits, fleet, engine).log
+        traffic = self._prepare(stretch) if drawn is None else drawn
+        log = self._simulate(traffic, limits, fleet, engine).log
         measured = measure([log], self.aim.slos)
         rows, is_last = self.slices[stretch], stretch + 1 == len(self.slices)
         carried = self._carried(rows.stop - rows.start)
@@ -370,20 +415,30 @@ class _Sizer:
         bears = measured.is_sustained or (not is_last and log.clock_s <= ends_s)
         return used if measured.completed else math.inf, bears
 
-    def possible(self, stretch: int, limits: EngineLimits) -> PossibleFleets:
-        """Return fleets on draws of a stretch and of the engine's speed."""
+    def p_kept(
+        self,
+        stretch: int,
+        limits: EngineLimits,
+        replicas: int,
+        drawing: Drawing,
+        engines: Sequence[SimulatedEngine],
+    ) -> float:
+        """Return in which share of a stretch's draws so many keep the SLOs and bear the load.
 
-        def judge(
-            engine: SimulatedEngine, drawn: PreparedTrace, replicas: int
-        ) -> tuple[float, bool]:
-            return self._judge(stretch, drawn, limits, replicas, engine)
+        Resampled traffic is less bound together: only how it varies is taken from it.
+        Raises: EngineError; UsageError where memory is too little.
+        """
+        workload = drawing.predictions.workload
 
-        def used(replicas: int) -> float:
-            return self._judge(stretch, self._prepare(stretch), limits, replicas)[0]
+        def judged(k: int) -> tuple[float, bool]:
+            (drawn,) = drawing.other_traffic(k).traffic_at(workload.plan)
+            return self._judge(stretch, limits, replicas, drawn, engines[k])
 
-        return PossibleFleets(
-            self.predictor, self.workload(self.part(stretch)), limits, judge, used
-        )
+        found = at_once(self.predictor, workload, judged, range(FEW_DRAWS))
+        used, bears = (np.array(column) for column in zip(*found, strict=True))
+        at = np.array([[self._judge(stretch, limits, replicas)[0]]])
+        moved = around(at, used[:, None, None], drawing.wider)[:, 0, 0]
+        return float(((moved <= 1.0) & bears).mean())
 
     def workload(self, traffic: Trace) -> Workload:
         """Return traffic of a fleet as it is replayed and judged."""
@@ -418,16 +473,15 @@ class _Sizer:
 
         As many are on as each stretch needs, but for one that no number is enough for.
         """
-        prepared = self._whole
         fixed, log = self._fixed(limits, needed)
         note(f"fixed: {fixed.replicas} replicas, {fixed.gpu_hours:.3g} GPU hours")
         if len(self.slices) == 1:
             return (fixed,)
         most = fixed.replicas
         wanted = [most if n is None else n for n in needed]
-        planned = self._planned(prepared, limits, most, wanted)
+        planned = self._planned(limits, most, wanted)
         note(f"by stretch: {planned.gpu_hours:.3g} GPU hours")
-        return fixed, planned, self._autoscaled(prepared, limits, needed, log)
+        return fixed, planned, self._autoscaled(limits, needed, log)
 
     def needed(self, limits: EngineLimits, count: int) -> list[int | None]:
         """Return how many replicas each stretch needs by itself, None where none are enough.
@@ -448,13 +502,10 @@ class _Sizer:
     def _whole(self) -> PreparedTrace:
         return PreparedTrace(self.trace, self.plan)
 
-    def fixed(self, limits: EngineLimits, count: int, name: str) -> Way:
-        """Simulate a fleet of one size over the whole trace."""
-        return self._fixed_at(limits, count, name)[0]
-
-    def _fixed_at(
+    def fixed(
         self, limits: EngineLimits, count: int, name: str = "fixed"
     ) -> tuple[Way, FleetLog]:
+        """Simulate a fleet of one size over the whole trace."""
         log = self._simulate(self._whole, limits, Fleet(count, self.aim.router))
         return self._way(name, log, [(0.0, count)]), log
 
@@ -465,7 +516,7 @@ class _Sizer:
         tried: dict[int, tuple[Way, FleetLog]] = {}
 
         def keeps(count: int) -> bool:
-            tried[count] = self._fixed_at(limits, count)
+            tried[count] = self.fixed(limits, count)
             return self._is_kept(tried[count][0], needed)
 
         first = max(count for count in needed if count is not None)
@@ -477,18 +528,15 @@ class _Sizer:
         return [i for i, one in zip(busy, way.stretches, strict=True) if one.broken]
 
     def _is_kept(self, way: Way, needed: Sequence[int | None]) -> bool:
-        """Whether the SLOs hold wherever some number of replicas keeps them."""
         return all(needed[i] is None for i in self._short(way))
 
-    def _planned(
-        self, prepared: PreparedTrace, limits: EngineLimits, most: int, needed: Sequence[int]
-    ) -> Way:
+    def _planned(self, limits: EngineLimits, most: int, needed: Sequence[int]) -> Way:
         """Return a plan by stretches, with one more where the one before leaves a queue."""
         wanted = list(needed)
         for _ in range(_MENDS):
             changes = self._changes(wanted)
             fleet = Fleet(most, self.aim.router, plan=changes, start_s=self.aim.start_s)
-            log = self._simulate(prepared, limits, fleet)
+            log = self._simulate(self._whole, limits, fleet)
             way = self._way("by stretch", log, changes)
             short = self._short(way)
             if all(wanted[i] == most for i in short):
@@ -513,11 +561,7 @@ class _Sizer:
         return [(0.0, first), *found]
 
     def _autoscaled(
-        self,
-        prepared: PreparedTrace,
-        limits: EngineLimits,
-        needed: Sequence[int | None],
-        fixed: FleetLog,
+        self, limits: EngineLimits, needed: Sequence[int | None], fixed: FleetLog
     ) -> Way:
         """Return the cheapest autoscaler that keeps the SLOs, or else what keeps them best."""
         rows, most = self.slices[self.busiest()], fixed.on_s.size
@@ -533,7 +577,7 @@ class _Sizer:
                 autoscaler=scaler,
                 start_s=self.aim.start_s,
             )
-            log = self._simulate(prepared, limits, fleet)
+            log = self._simulate(self._whole, limits, fleet)
             tried.append(self._way("autoscaled", log, (), scaler))
             if self._is_kept(tried[-1], needed):
                 break

@@ -151,7 +151,6 @@ def _is_outrun(m: Measurement, at_once: Measurement | None) -> bool:
 
 
 def _not_sustained(m: Measurement) -> Measurement:
-    """Return a measurement as one of an engine that did not keep up."""
     caveats = [Caveat.NOT_SUSTAINED, *m.caveats]
     return replace(m, is_sustained=False, caveats=tuple(dict.fromkeys(caveats)))
 

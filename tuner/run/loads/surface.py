@@ -17,7 +17,7 @@ from tuner.replay.metrics import Measurement
 from tuner.replay.runner import Failure
 from tuner.replay.slo import Slo
 from tuner.run.context import Workload
-from tuner.run.drawing import FEW_DRAWS, decide
+from tuner.run.drawing import FEW_DRAWS, Drawing
 from tuner.run.knobs.advice import advise
 from tuner.run.knobs.records import KnobAdvice
 from tuner.run.predict import Outcome, Predictions, predict, predict_more, scored
@@ -234,7 +234,7 @@ def predict_surface(
         whole = predict_more(predictor, found, settings)
         compared = replace(whole, outcomes={x: whole.outcomes[x] for x in settings})
         try:
-            decision = decide(predictor, compared, space, FEW_DRAWS)
+            decision = Drawing(predictor, compared).decide(space.current, FEW_DRAWS)
         except NoFeasibleConfigError as error:
             raise _undecided(compared, load * base) from error
         turned = advise(predictor, compared, decision.best, space, knobs)

@@ -103,11 +103,6 @@ class Session:
         """What was predicted last, None where nothing was."""
         return self.search.foretold
 
-    @property
-    def method(self) -> Method:
-        """How it searches."""
-        return self.search.method
-
     def run(self) -> RaceDecision:
         """Search, race and confirm; every trial is on disk before the next begins.
 
@@ -124,11 +119,11 @@ class Session:
             f"engine started in {started.start_s:.1f} s, warmed up in {started.warm_up_s:.1f} s"
         )
         context.stopwatch.add("start", started.start_s + started.warm_up_s)
-        is_live = self.method is Method.LIVE
+        is_live = self.search.method is Method.LIVE
         decision = None if is_live else self.search.run(started)
         if decision is None:
             decision = self._search_live(started)
-        if self.search.plan is not None and self.method is not Method.CALIBRATED:
+        if self.search.plan is not None and self.search.method is not Method.CALIBRATED:
             decision = self._confirmed(self.search.plan, decision)
         self.decision = decision
         if self.cold is not None:
@@ -170,9 +165,9 @@ class Session:
         Raises: EngineError if it does not start at the current ones.
         """
         engine, space = self.runner.engine, self.context.space
-        is_live = self.method is Method.LIVE
+        is_live = self.search.method is Method.LIVE
         # This one, and the winner's started cold.
-        engine.expect(1 if self.method is Method.CALIBRATED else 2)
+        engine.expect(1 if self.search.method is Method.CALIBRATED else 2)
         with nullcontext() if is_live else compiled_meanwhile(simulator.warm_up):
             started = engine.start_below(space.current)
         if engine.ceiling != space.ceiling:
@@ -202,7 +197,7 @@ class Session:
             decision = replace(decision, why=NOTHING_ELSE)
         elif not decision.rounds and len(plan.settings) > 1:
             decision = replace(decision, why="there was no time to race")
-        if profile is None or decision.rounds or self.method is Method.LIVE:
+        if profile is None or decision.rounds or self.search.method is Method.LIVE:
             return decision
         try:
             self.search.finalists(profile)
@@ -249,7 +244,7 @@ class Session:
         with context.stopwatch.stage("capacity"):
             found = predict_capacity(deployed, workload, decision, context.space.current)
             tell_headroom(context, found)
-        if self.method is Method.CALIBRATED:
+        if self.search.method is Method.CALIBRATED:
             self.found.capacity = found.record
             return
         windows = [workload] if search.plan is None else [workload, search.plan.workload]

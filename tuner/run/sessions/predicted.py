@@ -14,7 +14,7 @@ from tuner.run.calibrate import Blocks, replay_longer
 from tuner.run.cold import start_all
 from tuner.run.context import WINDOW, RunContext, Workload
 from tuner.run.directory import PROFILE_FILE
-from tuner.run.drawing import Deployed, contend, predict_deployed
+from tuner.run.drawing import Deployed, Drawing, predict_deployed
 from tuner.run.evidence import KV_FULL_RATIO
 from tuner.run.options import Method
 from tuner.run.predict import DISAGREEMENT, Differences, Foretold, Predictions, cross_check
@@ -102,7 +102,7 @@ class PredictedSearch:
                 calibrator = self.learning.begin(started)
                 is_alone = self.method is Method.CALIBRATED
                 parts = (self.runner, calibrator, self.learning.predictor_of)
-                blocks = Blocks.of(*parts, are_alone=is_alone, tells_capacity=self.is_compared)
+                blocks = Blocks(*parts, are_alone=is_alone, tells_capacity=self.is_compared)
                 self.rate = blocks.calibrate()
                 profile = self.learning.fitted()
             profile = self.learning.compared(profile)
@@ -159,12 +159,8 @@ class PredictedSearch:
         context, predictor = self.context, self.learning.predictor_of(profile)
         self.foretold = known = predict_space(context, predictor)
         with context.stopwatch.stage("draw"):
-            found = contend(
-                predictor.as_deployed(),
-                known.predictions,
-                context.space.current,
-                confidence=context.aim.confidence,
-            )
+            drawing = Drawing(predictor.as_deployed(), known.predictions)
+            found = drawing.contend(context.space.current, confidence=context.aim.confidence)
         context.listener.note(
             f"{predicted_text(context, known.predictions)}; could be the best: "
             f"{', '.join(map(str, found.settings)) or 'only the current one'}"
@@ -393,7 +389,6 @@ class PredictedSearch:
 
 
 def _kv_binds(predictions: Predictions, settings: Sequence[EngineLimits]) -> bool:
-    """Whether the size of the KV cache matters to any of the settings."""
     found = [predictions.outcomes.get(limits) for limits in settings]
     measured = [m for m in found if isinstance(m, Measurement)]
     return any(m.preemptions > 0 or m.kv_usage.max >= KV_FULL_RATIO for m in measured)

@@ -15,7 +15,7 @@ from tuner.errors import Caveat, EngineError, ShadowError, TooFewSamplesError
 from tuner.replay.metrics import Measurement
 from tuner.replay.series import timeline_record
 from tuner.run.context import RunContext, Workload
-from tuner.run.drawing import decide
+from tuner.run.drawing import Drawing
 from tuner.run.knobs.advice import advise
 from tuner.run.knobs.records import KnobAdvice
 from tuner.run.loads import clients
@@ -107,12 +107,8 @@ def decide_predicted(context: RunContext, known: Foretold) -> RaceDecision:
     Raises: ShadowError, UsageError; NoFeasibleConfigError if every setting fails.
     """
     with context.stopwatch.stage("draw"):
-        return decide(
-            known.predictor.as_deployed(),
-            known.predictions,
-            context.space,
-            confidence=context.aim.confidence,
-        )
+        drawing = Drawing(known.predictor.as_deployed(), known.predictions)
+        return drawing.decide(context.space.current, confidence=context.aim.confidence)
 
 
 def _starting_limits() -> list[EngineLimits]:
@@ -120,7 +116,6 @@ def _starting_limits() -> list[EngineLimits]:
 
 
 def _leaves_blocks(predictor: Predictor, limits: EngineLimits) -> bool:
-    """Whether an engine started with the limits is left any KV cache."""
     try:
         predictor.simulated(limits)
     except ShadowError:
@@ -286,7 +281,6 @@ class ShadowSession:
 
     @property
     def _workload(self) -> Workload:
-        """What is predicted, or will be."""
         if self.foretold is not None:
             return self.foretold.predictions.workload
         return Workload.of_whole(self.context.trace, self.context.aim)

@@ -15,7 +15,7 @@ from typing import Any
 from tuner.engine.limits import EngineLimits
 from tuner.replay.metrics import Measurement
 from tuner.run.context import Workload
-from tuner.run.drawing import FEW_DRAWS, compare_engines, draw
+from tuner.run.drawing import FEW_DRAWS, Drawing, compare_engines
 from tuner.run.evidence import change_bounds
 from tuner.run.loads.capacity import draw_capacity
 from tuner.run.predict import Predictions, capacity_per_s, per_s, predict_more, scored
@@ -101,7 +101,6 @@ class Comparing:
         return replace(side.finding, metric=metric, gain_ratio=costs[0] / costs[1] - 1)
 
     def _side(self, contender: Contender, place: int) -> _Side:
-        """Return what is known of a contender by itself."""
         limits, profile = contender.limits, contender.profile
         finding = VariantFinding(
             name=contender.name,
@@ -136,9 +135,8 @@ class Comparing:
             capacity_limits=where,
             cost_per_1000=self._cost(capacity, finding.gpus),
         )
-        return _Side(
-            contender, finding, draw(predictor, found, [limits], FEW_DRAWS, None, place)
-        )
+        drawn = Drawing(predictor, found, place).draws([limits], FEW_DRAWS)
+        return _Side(contender, finding, drawn)
 
     def _capacity(
         self, contender: Contender, predictor: Predictor, limits: EngineLimits

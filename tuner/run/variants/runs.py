@@ -159,7 +159,6 @@ class _Runs:
             return read_result(path), unmet
 
     def _one(self, name: str) -> Contender | VariantFinding:
-        """Run a variant, and return what came of it."""
         path, values = self._path(name), self.values[name]
         result = read_result(path) if (path / RESULT_FILE).exists() else None
         if result is None or result.state != COMPLETE:
@@ -251,7 +250,6 @@ class _Runs:
             write_profile(path, replace(profile, variants=variants))
 
     def _compared(self, base: RunResult) -> RunResult:
-        """Compare what ended, and write it beside the result."""
         path, options = self.run_dir.path, self.prepared.options
         contender = Contender(AS_IT_IS, {}, base, _profile_of(path, base))
         comparing = Comparing(
