@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -34,11 +35,16 @@ N = 200
 
 
 def advice_for(
-    trace: Trace, *slos: str, load: float = 1.0, window: Window | None = None
+    trace: Trace,
+    *slos: str,
+    load: float = 1.0,
+    window: Window | None = None,
+    timeout_s: float | None = None,
 ) -> ClientAdvice:
     """Return the advice for an engine that runs one request at a time."""
     predictor = Predictor(replace(a_profile(), step_model=STEPS))
-    aim = Aim(Objective.BALANCED, tuple(map(Slo.parse, slos)), ReplayPlan(load=load), None)
+    plan = ReplayPlan(load=load, timeout_s=timeout_s)
+    aim = Aim(Objective.BALANCED, tuple(map(Slo.parse, slos)), plan, None)
     workload = Workload.of("traffic", trace, (window or whole(trace),), aim)
     return advise(predictor, EngineLimits(1, 512), workload)
 
@@ -74,6 +80,16 @@ def test_requests_that_come_in_pairs_need_two_connections() -> None:
     assert found.in_flight == pytest.approx(0.75, rel=0.01)
     assert found.connections == 2
     assert (found.most_in_flight, found.retries, found.too_long) == (None, None, None)
+
+
+def test_where_some_are_not_answered_no_time_out_is_told() -> None:
+    """It would be twice a time that has no end, which no file holds."""
+    pairs = np.repeat(np.arange(N) * 2.0, 2).tolist()
+    found = advice_for(a_trace(pairs, 10, 5), timeout_s=0.8)
+    assert found.timeout_s is None
+    assert "no time-out: of a hundred requests more than one" in "".join(found.lines())
+    kept = msgspec.json.encode(found)
+    assert msgspec.json.decode(kept, type=ClientAdvice) == found
 
 
 def test_requests_that_all_come_at_once_are_tuned_for_without_advice_for_clients(

@@ -52,7 +52,7 @@ def advise(predictor: Predictor, limits: EngineLimits, workload: Workload) -> Cl
             "record when requests come, or say how many are kept in flight: "
             "--load-model closed --concurrency N",
         )
-    p99_s = now.latency("e2e_s", "p99") or 0.0
+    p99_s = now.latency("e2e_s", "p99")
     most, there, borne = None, None, 0.0
     if slos and plan.bears_loads:
         found = predictor.measure_capacity(pieces, limits, plan, slos)
@@ -65,7 +65,7 @@ def advise(predictor: Predictor, limits: EngineLimits, workload: Workload) -> Cl
         in_flight=flight.mean().value,
         connections=math.ceil(flight.value_at(POOLED)),
         most_in_flight=None if there is None else max(1, math.ceil(there.value_at(0.99))),
-        timeout_s=PATIENCE * p99_s,
+        timeout_s=None if p99_s is None or math.isinf(p99_s) else PATIENCE * p99_s,
         retries=None
         if most is None
         else max(0.0, borne / (plan.load * multiple_of(pieces)) - 1.0),

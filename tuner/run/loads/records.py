@@ -61,7 +61,7 @@ class ClientAdvice:
     in_flight: float
     connections: int
     most_in_flight: int | None
-    timeout_s: float
+    timeout_s: float | None
     retries: float | None
     too_long: float | None
     sharing: Sharing | None
@@ -77,7 +77,11 @@ class ClientAdvice:
         yield f"  connection pool {self.connections}, all clients together"
         if self.most_in_flight is not None:
             yield f"  semaphore {self.most_in_flight}: more in flight break the SLOs"
-        yield f"  time-out {short(self.timeout_s)} s, {PATIENCE:g} times the p99 of E2E latency"
+        if self.timeout_s is None:
+            yield "  no time-out: of a hundred requests more than one has no answer"
+        else:
+            timeout = f"{short(self.timeout_s)} s, {PATIENCE:g} times the p99 of E2E latency"
+            yield f"  time-out {timeout}"
         if self.retries is None:
             yield f"  no retries: {self._unknown}"
         else:
