@@ -52,14 +52,14 @@ def written(tmp_path: Path, text: str, name: str = "current.yaml") -> Path:
 
 def test_keys_come_out_hyphenated_and_in_the_users_order(tmp_path: Path) -> None:
     path = written(tmp_path, "port: 8000\nmodel: m\nmax_num_seqs: 64\nkv-x.inner_key: 1\n")
-    assert list(read_config(path).values) == ["port", "model", "max-num-seqs", "kv-x.inner_key"]
+    assert list(read_config(path)) == ["port", "model", "max-num-seqs", "kv-x.inner_key"]
 
 
 def test_a_false_in_a_file_is_the_default_as_for_vllm_serve_and_is_told_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = written(tmp_path, "model: m\nenable_prefix_caching: off\nenforce-eager: false\n")
-    assert [read_config(path).values for _ in range(2)] == [{"model": "m"}] * 2
+    assert [read_config(path) for _ in range(2)] == [{"model": "m"}] * 2
     (said,) = caplog.messages
     assert said.startswith(
         f"{path}: `enable-prefix-caching: false` says nothing to `vllm serve"
@@ -115,7 +115,7 @@ def test_limits_that_no_engine_counts_to_are_refused() -> None:
 
 def test_a_key_that_overrides_a_merged_one_is_no_double(tmp_path: Path) -> None:
     path = written(tmp_path, "x: &x {a: 1}\ny:\n  <<: *x\n  a: 2\n")
-    assert read_config(path).values["y"] == {"a": 2}
+    assert read_config(path)["y"] == {"a": 2}
 
 
 def test_a_file_under_another_extension_or_not_there_is_refused(tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ def test_vllm_itself_agrees_on_the_words_of_a_configuration(tmp_path: Path) -> N
         switched: dict[str, bool], given_: dict[str, object], flags: dict[str, bool]
     ) -> None:
         path = written(tmp_path, yaml.safe_dump(switched | given_ | flags, sort_keys=False))
-        assert to_argv(read_config(path).values) == serve.load_config_file(str(path))
+        assert to_argv(read_config(path)) == serve.load_config_file(str(path))
 
     agree()
 

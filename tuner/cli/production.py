@@ -106,7 +106,7 @@ class DeriveOptions:
                 "name the nearest of them, or measure: tune on such a GPU",
             )
         config = path_of(params["config"])
-        values = {} if config is None else read_config(config).values
+        values = {} if config is None else read_config(config)
         model = params["model"] or values.get("model")
         for name, value in (("--gpu", params["gpu"]), ("--model", model)):
             if not value:
@@ -170,7 +170,7 @@ def run_profile_fit(options: ProfileFitOptions) -> int:
         )
     recorded = read_steps(paths)
     requests = RecordedRequests.read(options.recordings)
-    values = {} if options.config is None else read_config(options.config).values
+    values = {} if options.config is None else read_config(options.config)
     profile, learnt = learn_profile(recorded, requests, values)
     named = {"model": profile.shape.model, **profile.shape.parallel_values}
     profile = replace(profile, serve_values={**named, **profile.serve_values})

@@ -290,7 +290,7 @@ def _publisher(options: WatchOptions, baseline: Baseline) -> Publisher:
         raise UsageError(f"the folder of --emit {output} does not exist", "make it first")
     served = baseline.profile.serve_values
     if options.config is not None:
-        served = read_config(options.config).values
+        served = read_config(options.config)
     values, lost = without_lost(served)
     return Publisher(output, options.format, baseline.profile, values, lost)
 
@@ -299,4 +299,4 @@ def _served(config: Path | None, baseline: Baseline) -> EngineLimits:
     """Return the limits that --config serves; without it those that the baseline has."""
     if config is None:
         return baseline.current
-    return ProfiledEngine(baseline.profile).current_limits(read_config(config).values)
+    return ProfiledEngine(baseline.profile).current_limits(read_config(config))

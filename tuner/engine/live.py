@@ -161,8 +161,8 @@ class LiveSource:
         serve.check_generates(config)
         return EngineFacts(
             current_limits=serve.config_limits(config, engine_args),
-            max_model_len=serve.config_max_model_len(config),
-            chunks_prefill=serve.config_chunks_prefill(config),
+            max_model_len=int(config.model_config.max_model_len),
+            chunks_prefill=bool(config.scheduler_config.enable_chunked_prefill),
             vllm_version=serve.vllm_version(),
             device=serve.device_name(),
             caveats=serve.config_caveats(config),
