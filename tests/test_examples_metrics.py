@@ -131,7 +131,7 @@ def a_page(folder: Path) -> str:
             notify=print,
         )
         registry = CollectorRegistry()
-        registry.register(WatchMetrics(watcher))
+        registry.register(WatchMetrics(watcher, lambda: watcher.current))
         return generate_latest(registry).decode()
 
 

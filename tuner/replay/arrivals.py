@@ -276,36 +276,6 @@ def check_priorities(trace: Trace, *, has_priorities: bool) -> None:
 
 Arrivals = OpenArrivals | CausalArrivals | ClosedArrivals | BatchArrivals
 
-
-def arrivals_of(
-    trace: Trace,
-    load_model: LoadModel,
-    concurrency: int | None,
-    sessions: Sessions = Sessions.CAUSAL,
-    batches: StaticBatches | None = None,
-) -> Arrivals:
-    """Choose how the trace's requests arrive; no concurrency means the recorded one.
-
-    A recorded one ends with its last change, which is its last answer where it follows from
-    latencies; a given number is held until every request has gone.
-
-    Raises: TraceError when a closed loop asks for a concurrency that was not recorded, or an
-        open one for arrivals that were not; UsageError for a lead-in of a closed loop.
-    """
-    check_arrivals(trace, load_model)
-    if load_model is LoadModel.OPEN:
-        if batches is not None:
-            return BatchArrivals(trace.due_s, batches)
-        if trace.turns is not None and sessions is Sessions.CAUSAL:
-            return CausalArrivals(trace.due_s, trace.turns)
-        return OpenArrivals(trace.due_s)
-    if concurrency is not None:
-        return ClosedArrivals([0.0], [concurrency], len(trace))
-    times_s, in_flight = trace.recorded_concurrency()
-    end_s = max(float(times_s[-1]), float(trace.due_s[-1]))
-    return ClosedArrivals(times_s.tolist(), [int(c) for c in in_flight], len(trace), end_s)
-
-
 MOST_TOKENS: Final = 1 << 20
 """Prompt tokens that are held ready: ours. One takes some 50 bytes, twice as a list of Python's
 integers and its share of a block's hash, so these are about 50 MB."""
