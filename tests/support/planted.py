@@ -460,7 +460,7 @@ class PlantedEngine(GuardedEngine):
             left=left,
             blocks_at=blocks_at,
             total=sum(contexts),
-            spread=_spread(contexts),
+            spread=spread_tokens(contexts),
             longest=max(contexts),
         )
 
@@ -505,11 +505,6 @@ class PlantedEngine(GuardedEngine):
             seq.blocks = -(-seq.computed // size)
 
 
-def _spread(contexts: Sequence[int]) -> float:
-    """Return how far apart contexts are, as the protocol has it."""
-    return spread_tokens(len(contexts), sum(contexts), sum(c * c for c in contexts))
-
-
 def _batch_of(plan: _Plan) -> tuple[Batch, int]:
     """Put a plan into the protocol's words, and return the longest context of its decodes.
 
@@ -526,6 +521,6 @@ def _batch_of(plan: _Plan) -> tuple[Batch, int]:
             pairs += tokens * seq.computed + tokens * (tokens + 1) // 2
     seqs, total = len(contexts), sum(contexts)
     batch = Batch(
-        *(seqs, prefill, prefill_seqs, total, pairs, plan.preempted, 0), _spread(contexts)
+        *(seqs, prefill, prefill_seqs, total, pairs, plan.preempted, 0), spread_tokens(contexts)
     )
     return batch, max(contexts, default=0)

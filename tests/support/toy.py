@@ -324,18 +324,15 @@ class ToyEngine(GuardedEngine):
 def _batch_of(plan: _Plan) -> Batch:
     """Put a plan into the protocol's words, with its contexts before the step."""
     decodes = [s for s, n in plan.chunks if s.answered and n == s.missing == 1]
+    contexts = [seq.computed + 1 for seq in decodes]
     prefills = [(s, n) for s, n in plan.chunks if not (s.answered and n == s.missing == 1)]
     return Batch(
         decode_seqs=len(decodes),
         prefill_tokens=sum(tokens for _, tokens in prefills),
         prefill_seqs=len(prefills),
-        decode_context_tokens=sum(seq.computed + 1 for seq in decodes),
+        decode_context_tokens=sum(contexts),
         prefill_context_tokens=sum(n * s.computed + n * (n + 1) // 2 for s, n in prefills),
         preempted=plan.preempted,
         cached_tokens=plan.cached_tokens,
-        decode_spread_tokens=spread_tokens(
-            len(decodes),
-            sum(seq.computed + 1 for seq in decodes),
-            sum((seq.computed + 1) ** 2 for seq in decodes),
-        ),
+        decode_spread_tokens=spread_tokens(contexts),
     )
