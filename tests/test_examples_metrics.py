@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from support.examples_parts import SCHEDULE, need, ran, succeeded
 from tuner.drift.check import DriftVerdict
-from tuner.drift.watch.handover import Rollout, StateStore
+from tuner.drift.watch.handover import Rollout
 from tuner.drift.watch.health import WatchMetrics
 from tuner.drift.watch.loop import Watcher
 from tuner.drift.watch.policy import Policy
@@ -116,8 +116,8 @@ def a_page(folder: Path) -> str:
     last = Last(check_s=1.79e9, gain_ratio=0.1)
     profile = read_profile(SCHEDULE.parents[1] / "profiles" / "demo.profile.yaml")
     publisher = Publisher(folder / "best.yaml", Format.VLLM, profile, {})
-    with StateDir(folder / "state") as kept:
-        store = StateStore(kept, WatchState(counts=counts, last=last))
+    with StateDir(folder / "state") as store:
+        store.state = WatchState(counts=counts, last=last)
         watcher = Watcher(
             store=store,
             rollout=Rollout(store, publisher, None, None, Noon(), print),
@@ -131,7 +131,7 @@ def a_page(folder: Path) -> str:
             notify=print,
         )
         registry = CollectorRegistry()
-        registry.register(WatchMetrics(watcher))
+        registry.register(WatchMetrics(watcher, lambda: watcher.current))
         return generate_latest(registry).decode()
 
 

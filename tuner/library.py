@@ -160,7 +160,7 @@ def render_config(
         raise UsageError(f"format must be one of {known}, got {format!r}") from None
     values: Mapping[str, object] = result.serve_values
     if config is not None:
-        values = config if isinstance(config, Mapping) else read_config(Path(config)).values
+        values = config if isinstance(config, Mapping) else read_config(Path(config))
     rec = recommendation_of(result, values, Path(run_dir or ""))
     if run_dir is None:
         facts = {name: fact for name, fact in rec.facts.items() if name != "run-id"}

@@ -227,9 +227,7 @@ NOTHING, AGAIN = "nothing", "nothing, again"
 def run_live(args: argparse.Namespace) -> dict[str, Any]:
     """Start vLLM with each, in turns, and tell live beside predicted."""
     profile = read_profile(Path(args.profile))
-    values = (
-        dict(read_config(Path(args.config)).values) if args.config else profile.serve_values
-    )
+    values = read_config(Path(args.config)) if args.config else profile.serve_values
     seqs, tokens = map(int, args.limits.split("/"))
     limits = EngineLimits(seqs, tokens)
     whole_trace = read_trace(Path(args.trace))

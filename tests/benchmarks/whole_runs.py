@@ -236,7 +236,7 @@ def main() -> None:
         return
     whole = at_load(read_trace(Path(args.trace)), args.load)
     window = parse_window(args.window).resolve(whole).of(whole)
-    values = dict(read_config(args.config).values) if args.config else demo_engine_args()
+    values = read_config(args.config) if args.config else demo_engine_args()
     print(f"{len(window)} requests in {window.duration_s:.1f} s", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         places = [Path(folder) / str(seed) for seed in range(args.runs)]

@@ -78,7 +78,7 @@ def test_a_null_is_never_written() -> None:
 def test_what_we_emit_we_read_back(tmp_path: Path) -> None:
     path = tmp_path / "best.yaml"
     write_atomic(path, render(demo_engine_args(), 16, 2048, ["why"]), secret=False)
-    assert limits(read_config(path).values) == (16, 2048)
+    assert limits(read_config(path)) == (16, 2048)
 
 
 def test_a_file_with_a_secret_is_for_its_owner_alone(tmp_path: Path) -> None:

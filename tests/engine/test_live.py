@@ -10,7 +10,7 @@ import pytest
 
 from tuner.engine import live
 from tuner.engine.compat import core
-from tuner.engine.guards import STUCK_TURNS, ProgressGuard
+from tuner.engine.guards import STUCK_TURNS
 from tuner.errors import EngineError
 
 
@@ -94,7 +94,6 @@ def an_engine(clock: Clock, planted: PlantedCore) -> live.LiveEngine:
     engine = object.__new__(live.LiveEngine)
     engine._core = driven
     engine._between = live.DeviceTime(driven.is_computing, clock.perf_counter)
-    engine._progress = ProgressGuard()
     engine._batches = core.BatchReader()
     return engine
 

@@ -31,12 +31,14 @@ from support.recorder_asgi import (
     told_by_engine,
 )
 from support.recorder_parts import Reported, finished, log_kept, rows_of, warnings_kept
-from tuner.recorder import TraceRecorder, middleware
-from tuner.recorder import recorder as recorder_module
+from tuner.recorder import TraceRecorder
 from tuner.recorder.recorder import process_recorder
 from tuner.recorder.settings import FILE, KEY, MAX_BYTES, share_key
 
 RECORDER = str(Path(tuner.recorder.__file__).parent)
+
+GRACE_S = GATHER_S = 0.001
+"""Next to nothing: each call that may fail is made on a recorder of its own."""
 
 FAULTS: tuple[Callable[[], Exception], ...] = (
     lambda: MemoryError("none is left"),
@@ -94,22 +96,6 @@ def failing_one_by_one(serve: Callable[[], object]) -> Iterator[tuple[int, objec
         process_recorder.cache_clear()
         if failing.seen < at:
             return
-
-
-@pytest.fixture
-def prod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Have this process record into a file, as TUNE_RECORD asks for, and return its path."""
-    path = tmp_path / "prod.jsonl"
-    monkeypatch.setenv(FILE, str(path))
-    monkeypatch.setenv(KEY, "")
-    monkeypatch.setattr(recorder_module, "GATHER_S", 0.001)
-    monkeypatch.setattr(middleware, "GRACE_S", 0.001)
-    process_recorder.cache_clear()
-    yield path
-    recorder = process_recorder()
-    if recorder is not None:
-        recorder.close()
-    process_recorder.cache_clear()
 
 
 def served() -> object:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,22 +36,8 @@ from support.recorder_parts import (
     warnings_kept,
 )
 from tuner.recorder import TraceRecorder, middleware
-from tuner.recorder import recorder as recorder_module
 from tuner.recorder.recorder import process_recorder
 from tuner.recorder.settings import FILE
-
-
-@pytest.fixture
-def prod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Have this process record into a file, as TUNE_RECORD asks for, and return its path."""
-    path = tmp_path / "prod.jsonl"
-    monkeypatch.setenv(FILE, str(path))
-    monkeypatch.setattr(recorder_module, "GATHER_S", 0.01)
-    monkeypatch.setattr(middleware, "GRACE_S", 0.05)
-    process_recorder.cache_clear()
-    yield path
-    the_recorder().close()
-    process_recorder.cache_clear()
 
 
 def test_unset_means_that_nothing_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,8 +21,6 @@ import pytest
 from support.recorder_asgi import PROMPT, Engine, the_recorder, told_by_engine
 from support.recorder_parts import Reported, finished, rows_of, warnings_kept
 from tuner.recorder import TraceRecorder, middleware
-from tuner.recorder.recorder import process_recorder
-from tuner.recorder.settings import FILE
 from tuner.replay.server.process import free_port
 
 uvicorn = pytest.importorskip("uvicorn", reason="uvicorn and Starlette come with vLLM")
@@ -30,6 +28,7 @@ applications = pytest.importorskip("starlette.applications")
 responses = pytest.importorskip("starlette.responses")
 
 REFUSED = 3000
+GRACE_S = 0.2
 STREAM = {"stream": True, "is_bad": True}
 
 
@@ -121,18 +120,6 @@ def nothing_is_open() -> bool:
             return True
         time.sleep(0.05)
     return False
-
-
-@pytest.fixture
-def prod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Have this process record into a file, as TUNE_RECORD asks for, and return its path."""
-    path = tmp_path / "prod.jsonl"
-    monkeypatch.setenv(FILE, str(path))
-    monkeypatch.setattr(middleware, "GRACE_S", 0.2)
-    process_recorder.cache_clear()
-    yield path
-    the_recorder().close()
-    process_recorder.cache_clear()
 
 
 @pytest.mark.parametrize(

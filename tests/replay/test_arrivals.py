@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.traffic import a_trace
-from tuner.errors import TraceError, UsageError
+from tuner.errors import UsageError
 from tuner.replay.arrivals import (
     ClockKind,
     ClosedArrivals,
     OpenArrivals,
     ReplayClock,
-    arrivals_of,
     check_priorities,
 )
+from tuner.replay.plan import ReplayPlan
 from tuner.traffic.traces import LoadModel
 
 
@@ -82,16 +82,11 @@ def test_a_closed_loop_never_goes_back_in_time_nor_above_its_target(
 
 def test_the_load_model_chooses_and_a_given_number_beats_the_recorded_one() -> None:
     trace = a_trace([0.0, 1.0], e2e_s=[3.0, 3.0])
-    assert isinstance(arrivals_of(trace, LoadModel.OPEN, None), OpenArrivals)
-    recorded = arrivals_of(trace, LoadModel.CLOSED, None)
+    assert isinstance(ReplayPlan().arrivals(trace), OpenArrivals)
+    recorded = ReplayPlan(LoadModel.CLOSED).arrivals(trace)
     assert recorded.next_due_s(0.0, 1) == 1.0
-    given_number = arrivals_of(trace, LoadModel.CLOSED, 2)
+    given_number = ReplayPlan(LoadModel.CLOSED, 2).arrivals(trace)
     assert given_number.next_due_s(0.0, 1) == 0.0
-
-
-def test_a_concurrency_that_was_not_recorded_is_refused() -> None:
-    with pytest.raises(TraceError, match="e2e_s"):
-        arrivals_of(a_trace([0.0]), LoadModel.CLOSED, None)
 
 
 def test_virtual_seconds_add_up_and_idle_ones_are_jumped() -> None:

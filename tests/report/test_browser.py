@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from support.explore_parts import explored
-from support.report_parts import live_run
 from tuner.engine.limits import EngineLimits
 from tuner.report.explore import Explored, explore_page, explore_sections
-from tuner.report.page import report_of, sections_of
+from tuner.report.page import sections_of
 from tuner.report.run_files import read_run
 from tuner.report.words import NOTHING
 
@@ -23,30 +21,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 CHROMIUM = Path("/usr/bin/chromium")
 NARROW = {"width": 390, "height": 800}
-
-
-@pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the directory of a live run."""
-    return live_run(tmp_path_factory.mktemp("live"))
-
-
-@pytest.fixture(scope="module")
-def page(live: Path) -> str:
-    """Return its page."""
-    return report_of(live)
-
-
-@pytest.fixture(scope="module")
-def found() -> Explored:
-    """Return what is predicted of a space at a few loads."""
-    return explored()
-
-
-@pytest.fixture(scope="module")
-def explorer(found: Explored) -> str:
-    """Return its page."""
-    return explore_page(found)
 
 
 @pytest.fixture(scope="module")

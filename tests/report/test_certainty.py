@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from support.report_parts import changed, live_run, read, write
+from support.report_parts import changed, read, write
 from support.result_parts import CHANGE, made
 from tuner.report.certainty import certainty
 from tuner.report.run_files import read_run
@@ -24,12 +24,6 @@ BEST, CURRENT, OTHER = (
 LOSING = 0.04
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the directory of a whole run."""
-    return live_run(tmp_path_factory.mktemp("certainty"))
-
-
 def standing(limits: dict[str, int], p_best: float, loss: float) -> dict[str, Any]:
     return {
         "limits": limits,
@@ -42,7 +36,7 @@ def standing(limits: dict[str, int], p_best: float, loss: float) -> dict[str, An
 
 
 def said(
-    run: Path,
+    live: Path,
     folder: Path,
     verdict: str,
     here: tuple[float, float],
@@ -51,7 +45,7 @@ def said(
     **known: Any,
 ) -> str:
     """Return what the page says of a run of such an answer, with intervals of its gain."""
-    advice = read(run, RESULT_FILE)["recommendation"]
+    advice = read(live, RESULT_FILE)["recommendation"]
     is_change = verdict == "change"
     odds = {**advice["odds"], "p_better": 0.95 if is_change else 0.8, "meets_more": False}
     odds |= known
@@ -68,12 +62,12 @@ def said(
             standing(CURRENT, 0.1, loss),
         ],
     }
-    return " ".join(certainty(read_run(changed(run, folder, recommendation=advice))).says)
+    return " ".join(certainty(read_run(changed(live, folder, recommendation=advice))).says)
 
 
-def test_a_whole_run_says_it_with_a_plot_and_a_table(run: Path) -> None:
-    section = certainty(read_run(run))
-    advice = read(run, RESULT_FILE)["recommendation"]
+def test_a_whole_run_says_it_with_a_plot_and_a_table(live: Path) -> None:
+    section = certainty(read_run(live))
+    advice = read(live, RESULT_FILE)["recommendation"]
     assert "the best is" in section.says[0]
     (plot,), (table,) = section.plots, section.tables
     named = [row[0].text for row in table.rows]
@@ -85,14 +79,14 @@ def test_a_whole_run_says_it_with_a_plot_and_a_table(run: Path) -> None:
 
 
 def test_values_have_their_unit_where_they_are_pointed_at_and_a_largest_loss_is_no_exact_one(
-    run: Path, tmp_path: Path
+    live: Path, tmp_path: Path
 ) -> None:
-    advice = read(run, RESULT_FILE)["recommendation"]
+    advice = read(live, RESULT_FILE)["recommendation"]
     advice["standings"] = [
         {**standing(BEST, 0.9, 0.01), "quantiles": [0.1, 0.12, 0.164, 0.2, 0.25]},
         {**standing(CURRENT, 0.1, MAX_LOSS), "quantiles": [4.0, 4.5, 5.0, 5.5, 6.0]},
     ]
-    folder = changed(run, tmp_path, recommendation={**advice, "gain_metric": "e2e_p99"})
+    folder = changed(live, tmp_path, recommendation={**advice, "gain_metric": "e2e_p99"})
     section = certainty(read_run(folder))
     (plot,), (table,) = section.plots, section.tables
     assert plot.traces[-1]["customdata"] == ["5.00 s", "164 ms"]
@@ -102,45 +96,45 @@ def test_values_have_their_unit_where_they_are_pointed_at_and_a_largest_loss_is_
     assert [row[4].text for row in table.rows] == ["1.0%", "1000.0% or more"]
 
 
-def test_it_says_by_how_much_another_answer_was_missed(run: Path, tmp_path: Path) -> None:
+def test_it_says_by_how_much_another_answer_was_missed(live: Path, tmp_path: Path) -> None:
     # The middle -10.6 %, a standard deviation of 3.4 %: sure enough down to -4.2 %.
-    text = said(run, tmp_path, "change", (-0.155, -0.055), (-0.155, -0.055))
+    text = said(live, tmp_path, "change", (-0.155, -0.055), (-0.155, -0.055))
     assert "keep 32/2048 if 8/2048 were worse beside it by 7.1% than is known" in text
     (tmp_path / "kept").mkdir()
-    text = said(run, tmp_path / "kept", "keep", (-0.08, 0.04), (-0.08, 0.04))
+    text = said(live, tmp_path / "kept", "keep", (-0.08, 0.04), (-0.08, 0.04))
     assert "would be 8/2048 if it were better beside 32/2048 by 2.6% than is known" in text
 
 
-def test_it_says_which_measurement_would_help_most(run: Path, tmp_path: Path) -> None:
+def test_it_says_which_measurement_would_help_most(live: Path, tmp_path: Path) -> None:
     for name, here, elsewhere, loss, expected in (
         ("engine", (-0.1, 0.02), (-0.1, 0.02), LOSING, "rounds of 32/2048 and 8/2048"),
         ("traffic", (-0.06, -0.04), (-0.2, 0.1), LOSING, "is a longer recording"),
         ("none", (-0.1, 0.02), (-0.1, 0.02), 0.002, "no measurement would help much"),
     ):
         (tmp_path / name).mkdir()
-        text = said(run, tmp_path / name, "keep", here, elsewhere, loss)
+        text = said(live, tmp_path / name, "keep", here, elsewhere, loss)
         assert expected in text.lower() or expected in text, name
 
 
 def test_what_may_be_better_than_the_answer_is_what_is_to_be_measured(
-    run: Path, tmp_path: Path
+    live: Path, tmp_path: Path
 ) -> None:
     """The current one, which is surely worse than both, tells nothing of them."""
     open_ = (-0.155, -0.055), (-0.155, -0.055)
     for method, how in (("auto", "give --budget more"), ("shadow", "run without --method sh")):
         for name in ("before", "after"):
             (tmp_path / method / name).mkdir(parents=True)
-        made = changed(run, tmp_path / method / "before", method=method)
+        made = changed(live, tmp_path / method / "before", method=method)
         text = said(made, tmp_path / method / "after", "change", *open_)
         assert "rounds of 8/2048 and 16/2048 on a live engine" in text
         assert how in text
 
 
 def test_numbers_of_the_recorded_traffic_are_not_told_as_of_other(
-    run: Path, tmp_path: Path
+    live: Path, tmp_path: Path
 ) -> None:
     both = (-0.155, -0.055), (-0.155, -0.055)
-    text = said(run, tmp_path, "change", *both, basis=OTHER_TRAFFIC)
+    text = said(live, tmp_path, "change", *both, basis=OTHER_TRAFFIC)
     assert "on the recorded traffic, over the model's error; 8/2048 is expected" in text
     assert OTHER_TRAFFIC not in text
 
@@ -154,9 +148,9 @@ def test_numbers_of_the_recorded_traffic_are_not_told_as_of_other(
     ],
 )
 def test_it_says_for_which_bound_the_current_setting_is_left(
-    run: Path, tmp_path: Path, slo: float | None, load: float, expected: str
+    live: Path, tmp_path: Path, slo: float | None, load: float, expected: str
 ) -> None:
-    folder = changed(run, tmp_path)
+    folder = changed(live, tmp_path)
     result = read(folder, RESULT_FILE)
     advice = result["recommendation"]
     advice["odds"] |= {"meets_more": True, "p_sustained": 1.0, "confidence": 0.9}
@@ -169,10 +163,10 @@ def test_it_says_for_which_bound_the_current_setting_is_left(
 
 
 def test_a_keep_says_what_is_likeliest_to_be_better_and_what_would_change_it(
-    run: Path, tmp_path: Path
+    live: Path, tmp_path: Path
 ) -> None:
     """On top of the page, and where it says how sure the answer is."""
-    folder = changed(run, tmp_path)
+    folder = changed(live, tmp_path)
     result = read(folder, RESULT_FILE)
     advice = result["recommendation"]
     advice |= CURRENT

@@ -54,16 +54,6 @@ class Cells(HTMLParser):
         self._is_in = self._is_in and tag != "table"
 
 
-@pytest.fixture(scope="module")
-def found() -> Explored:
-    return explored()
-
-
-@pytest.fixture(scope="module")
-def page(found: Explored) -> str:
-    return explore_page(found)
-
-
 def section(found: Explored, anchor: str) -> Section:
     return next(s for s in explore_sections(found) if s.anchor == anchor)
 
@@ -75,9 +65,9 @@ def predicted(limits: EngineLimits, load: float) -> Measurement:
 
 
 def test_the_table_holds_what_the_predictor_says_of_every_setting(
-    page: str, found: Explored
+    explorer: str, found: Explored
 ) -> None:
-    heads, *rows = Cells(page, "all-table").rows
+    heads, *rows = Cells(explorer, "all-table").rows
     assert heads[:4] == ["load", "max_num_seqs", "max_num_batched_tokens", "E2E latency p95"]
     assert len(rows) == len(found.surface.settings) * len(LOADS)
     for row in rows:
@@ -92,11 +82,13 @@ def test_the_table_holds_what_the_predictor_says_of_every_setting(
         assert ("not sustained" in told["state"]) is not expected.is_sustained
 
 
-def test_what_the_script_shows_is_what_stands_in_the_table(page: str, found: Explored) -> None:
-    match = re.search(r'class="explorer-data">(.*?)</script>', page, re.DOTALL)
+def test_what_the_script_shows_is_what_stands_in_the_table(
+    explorer: str, found: Explored
+) -> None:
+    match = re.search(r'class="explorer-data">(.*?)</script>', explorer, re.DOTALL)
     assert match is not None
     data = json.loads(match[1])
-    _, *rows = Cells(page, "all-table").rows
+    _, *rows = Cells(explorer, "all-table").rows
     by_setting = {(row[0], f"{row[1]}/{row[2]}"): row[3:] for row in rows}
     shown = 0
     for load, level in zip(found.loads, data["levels"], strict=True):
@@ -193,18 +185,18 @@ def test_a_setting_that_failed_has_no_figure_and_says_so(found: Explored) -> Non
 
 
 def test_it_says_first_that_all_is_predicted_and_in_the_end_from_what(
-    page: str, found: Explored
+    explorer: str, found: Explored
 ) -> None:
     sections = explore_sections(found)
     error = f"{found.surface.error.wrong_ratio:.1%}"
     first = "Every number on this page is predicted, none was measured: wrong by"
     assert sections[0].says[0].startswith(f"{first} {error}")
-    told = dict(Cells(page, "sources-table").rows[1:])
+    told = dict(Cells(explorer, "sources-table").rows[1:])
     assert told["profile"].endswith(f"made {found.profile.made_at}")
     assert told["vLLM"] == found.profile.shape.vllm_version
     assert told["stated error"] == error
     assert told["trace SHA-256"] == TRACE.sha256
-    assert "E2E latency p95" in page
+    assert "E2E latency p95" in explorer
 
 
 def test_what_was_predicted_from_a_derived_profile_says_so(found: Explored) -> None:
@@ -217,12 +209,12 @@ def test_what_was_predicted_from_a_derived_profile_says_so(found: Explored) -> N
     assert "its step times are derived from tables, not measured" in page
 
 
-def test_text_of_the_users_is_never_markup_and_nothing_is_loaded(page: str) -> None:
-    assert "<script>alert" not in page
-    assert "&lt;script&gt;alert(&#39;profile&#39;)" in page
-    assert "a&amp;b &lt;b&gt;.jsonl" in page
-    loads = re.findall(r'(?:src|href|action)="([^#"][^"]*)"', page[: page.index("plot-specs")])
-    assert loads == ["data:,"]
-    assert len(page.encode()) < PLOTLY_BYTES + 500_000
-    ids = re.findall(r' id="([^"]+)"', page[: page.index("plot-specs")])
+def test_text_of_the_users_is_never_markup_and_nothing_is_loaded(explorer: str) -> None:
+    assert "<script>alert" not in explorer
+    assert "&lt;script&gt;alert(&#39;profile&#39;)" in explorer
+    assert "a&amp;b &lt;b&gt;.jsonl" in explorer
+    markup = explorer[: explorer.index("plot-specs")]
+    assert re.findall(r'(?:src|href|action)="([^#"][^"]*)"', markup) == ["data:,"]
+    assert len(explorer.encode()) < PLOTLY_BYTES + 500_000
+    ids = re.findall(r' id="([^"]+)"', markup)
     assert len(ids) == len(set(ids))

@@ -12,7 +12,7 @@ from pathlib import Path
 import plotly.graph_objects as go
 import pytest
 
-from support.report_parts import EVIL, changed, live_run, read, shadowed_run, write
+from support.report_parts import EVIL, changed, read, shadowed_run, write
 from tuner.cli.commands import report
 from tuner.errors import UsageError
 from tuner.report.page import report_of, sections_of, write_report
@@ -61,18 +61,6 @@ class Outline(HTMLParser):
             self.images.append(found)
         self.ids.extend(value for name, value in attrs if name == "id" and value)
         self.loads.extend(v for k, v in attrs if k in {"src", "href", "action"} and v)
-
-
-@pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the directory of a live run, which no test changes."""
-    return live_run(tmp_path_factory.mktemp("live"))
-
-
-@pytest.fixture(scope="module")
-def page(live: Path) -> str:
-    """Return its page."""
-    return report_of(live)
 
 
 @pytest.fixture(scope="module")

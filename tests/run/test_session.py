@@ -89,7 +89,7 @@ def test_it_keeps_what_is_best_already(trace: Path) -> None:
     source = ToySource(CROWDED, noise_ratio=0.02, current=EngineLimits(best, 2048))
     done = run(source, trace, *SHORT)
     assert done.result["recommendation"]["verdict"] == "keep"
-    assert limits_of(read_config(done.emitted).values) == (best, 2048)
+    assert limits_of(read_config(done.emitted)) == (best, 2048)
     assert "keep what you have" in done.talk
     assert "KEEP WHAT YOU HAVE" in done.emitted.read_text()
     # What stays as it is needs no engine started cold.

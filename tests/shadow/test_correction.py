@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,6 @@ from tuner.shadow.correction import LEVEL, Anchor, Anchored, by_anchor, by_steps
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import Profile, read_profile, write_profile
 from tuner.shadow.step_model import NO_HOST, Host
-from tuner.stats import Floats
 from tuner.traffic.prefixes import HashIds
 from tuner.traffic.traces import LoadModel, Trace
 
@@ -73,7 +72,7 @@ def test_what_is_wrong_of_a_point_is_named(more: str, words: str) -> None:
 
 def test_what_the_prefix_cache_held_is_attended_to_and_not_computed() -> None:
     """A point is given back of prompts that share 8,000 tokens of theirs."""
-    profile = read_profile(ROOT / "profiles" / "gpu" / "meta-llama-3.1-8b.1xh200_sxm.yaml")
+    profile = read_profile(H200)
     limits, count, size = EngineLimits(256, 8192), 320, 16
     rng = np.random.default_rng(1)
     own, outputs = (rng.integers(n // 2, n * 3 // 2, count) for n in (400, 300))
@@ -322,24 +321,19 @@ def test_recorded_steps_move_every_step_and_say_how_far_others_are_off() -> None
     )
     _, steps = served_slower(profile, trace)
     single = steps.has_batch & (steps.repeats == 1)
-    mine = StepColumns(*(column[single] for column in columns_of(steps)))
+    mine = steps.take(single)
     noisy = replace(mine, duration_s=mine.duration_s * rng.lognormal(0, 0.05, len(mine)))
     corrected, found = by_steps(profile, [(profile.current_limits, noisy)])
     assert found.ratio == pytest.approx(SLOWER, rel=0.02)
     assert found.off_before == pytest.approx(1 / SLOWER - 1, abs=0.02)
     assert abs(found.off_now) < 0.02
     assert corrected.step_model.base_s == pytest.approx(found.ratio * profile.step_model.base_s)
-    few = StepColumns(*(c[:50] for c in columns_of(noisy)))
+    few = noisy.take(np.arange(50))
     with pytest.raises(TooFewSamplesError, match="at least 200"):
         by_steps(profile, [(profile.current_limits, few)])
     far = replace(noisy, duration_s=3 * noisy.duration_s)
     with pytest.raises(ShadowError, match="times as long as those that the profile says"):
         by_steps(profile, [(profile.current_limits, far)])
-
-
-def columns_of(steps: StepColumns) -> list[Floats]:
-    """Return the columns in their order."""
-    return [getattr(steps, f.name) for f in fields(StepColumns)]
 
 
 @pytest.mark.parametrize(("start", "kept"), [(0.02, 0.02), (0.2, LEVEL)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,7 +23,6 @@ from support.step_parts import (
     replays,
     uniform,
 )
-from tuner.engine.steps import StepColumns
 from tuner.errors import TooFewSamplesError, UsageError
 from tuner.shadow.fit import MIN_STEPS, fit, non_negative
 from tuner.shadow.step_model import Knots, StepModel
@@ -267,8 +266,7 @@ def test_the_same_steps_give_the_same_fit() -> None:
 
 def test_too_few_steps_are_refused_and_just_enough_are_not() -> None:
     whole = replays(LINEAR, lognormal(0.1), steps=MIN_STEPS)[1]
-    names = [f.name for f in fields(StepColumns)]
-    short = StepColumns(**{n: getattr(whole, n)[1:] for n in names})
+    short = whole.take(np.arange(1, len(whole)))
     idle = columns(duration_s=np.full(1000, 1e-4))
     with pytest.raises(TooFewSamplesError, match=f"{MIN_STEPS} steps .* got 199") as refused:
         fit([short, idle])

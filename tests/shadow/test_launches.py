@@ -17,6 +17,7 @@ from support.planted import PlantedSource
 from support.planted_machine import MACHINES, MOODS, Machine
 from support.profile_parts import SHAPE
 from support.step_parts import columns
+from support.traffic import kept
 from support.virtual_time import on_virtual_time
 from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import NO_GRAPHS, EngineShape, Graphs
@@ -235,18 +236,26 @@ def test_other_settings_of_a_host_that_launches_ahead_are_foretold(
 BLOCKS = 20_000
 
 
+def taught_by(
+    settings: tuple[tuple[int, int], ...], most: int, machine: Machine, mood: str
+) -> tuple[Profile, float]:
+    """Return what is learnt of a machine at some settings, and how many steps were late."""
+    calibration, late = Calibration(ENGINE, (), (), EngineLimits(16, 2048), {}), []
+    for number, limits in enumerate(settings):
+        at, trace = EngineLimits(*limits), a_trace(number).slice_rows(range(most))
+        log, shape = on_machine(at, trace, machine, mood)
+        steps = kept(log)
+        late.append(steps.is_late.mean())
+        calibration = replace(calibration, shape=calibration.shape if number else shape)
+        calibration = calibration.and_start(at, BLOCKS).and_steps(at, [steps])
+    return calibration.profile(), min(late)
+
+
 @pytest.fixture(scope="module")
 def launching() -> Profile:
     """Return what is learnt of three settings of a machine whose host launches ahead."""
-    calibration: Calibration | None = None
-    for number, limits in enumerate(((16, 2048), (64, 1024), (128, 8192))):
-        at = EngineLimits(*limits)
-        log, shape = on_machine(at, a_trace(number))
-        assert log.kept_steps is not None
-        calibration = calibration or Calibration(shape, (), (), at, {})
-        calibration = calibration.and_start(at, BLOCKS).and_steps(at, [log.kept_steps])
-    assert calibration is not None
-    return calibration.profile()
+    taught = ((16, 2048), (64, 1024), (128, 8192))
+    return taught_by(taught, 150, MACHINES["gpu-8b-async"], "none")[0]
 
 
 def a_trace(seed: int) -> Trace:
@@ -266,17 +275,10 @@ SLOW_HOST = replace(
 @pytest.fixture(scope="module")
 def held_up() -> Profile:
     """Return what is learnt of a machine whose host is always slower than its device."""
-    calibration: Calibration | None = None
-    for number, taught in enumerate(((16, 2048), (32, 512), (2, 8192))):
-        at = EngineLimits(*taught)
-        trace = a_trace(number).slice_rows(range(40))
-        log, shape = on_machine(at, trace, SLOW_HOST, "usual")
-        assert log.kept_steps is not None
-        assert log.kept_steps.is_late.mean() > 0.8
-        calibration = calibration or Calibration(shape, (), (), at, {})
-        calibration = calibration.and_start(at, BLOCKS).and_steps(at, [log.kept_steps])
-    assert calibration is not None
-    return calibration.profile()
+    taught = ((16, 2048), (32, 512), (2, 8192))
+    profile, late = taught_by(taught, 40, SLOW_HOST, "usual")
+    assert late > 0.8
+    return profile
 
 
 @pytest.mark.parametrize("limits", [(8, 512), (32, 1024), (64, 4096)])

@@ -186,13 +186,18 @@ class Chats:
 HITS = Pressure(preempts=False, hits=True)
 
 
+EVERY_MODEL = [
+    pytest.param(ROOMY, EngineLimits(4, 64), NONE, id="room"),
+    pytest.param(PRESSED, EngineLimits(16, 128), PREEMPTS, id="pressure"),
+    pytest.param(SHARED, LIVE_CEILING, BOTH, id="shared prefixes"),
+]
+
+
 @pytest.mark.parametrize(
     ("workload", "limits", "wanted"),
     [
-        pytest.param(ROOMY, EngineLimits(4, 64), NONE, id="room"),
-        pytest.param(PRESSED, EngineLimits(16, 128), PREEMPTS, id="pressure"),
+        *EVERY_MODEL,
         pytest.param(CHATTY, EngineLimits(16, 16), PREEMPTS, id="small budget"),
-        pytest.param(SHARED, LIVE_CEILING, BOTH, id="shared prefixes"),
         pytest.param(Chats(2, 50.0, True), LIVE_CEILING, HITS, id="chats"),
         pytest.param(Chats(2, 50.0, False), LIVE_CEILING, HITS, id="chats without ids"),
         pytest.param(Chats(8, 2000.0, True), EngineLimits(16, 128), BOTH, id="many chats"),
@@ -204,14 +209,7 @@ def test_every_step_schedules_what_a_live_engine_did(
     schedules_alike(live, workload, limits, wanted)
 
 
-@pytest.mark.parametrize(
-    ("workload", "limits", "wanted"),
-    [
-        pytest.param(ROOMY, EngineLimits(4, 64), NONE, id="room"),
-        pytest.param(PRESSED, EngineLimits(16, 128), PREEMPTS, id="pressure"),
-        pytest.param(SHARED, LIVE_CEILING, BOTH, id="shared prefixes"),
-    ],
-)
+@pytest.mark.parametrize(("workload", "limits", "wanted"), EVERY_MODEL)
 def test_every_step_of_a_model_with_windows_is_scheduled_alike_too(
     hybrid: LiveEngine, workload: RandomTraffic | Chats, limits: EngineLimits, wanted: Pressure
 ) -> None:

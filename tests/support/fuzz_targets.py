@@ -231,7 +231,7 @@ def recordings() -> Iterator[tuple[str, Target]]:
 
 
 def _config(path: Path) -> None:
-    values = read_config(path).values
+    values = read_config(path)
     redacted(values)
     to_argv(values)
 

@@ -182,7 +182,7 @@ def _columns(batches: Sequence[Batch], took_s: Sequence[float]) -> StepColumns:
     prefill = np.array([batch.prefill for batch in batches], np.float64)
     cached = np.array([batch.cached for batch in batches], np.float64)
     seqs = np.array([len(each) for each in contexts], np.float64)
-    spreads = [spread_tokens(len(c), sum(c), sum(x * x for x in c)) for c in contexts]
+    spreads = [spread_tokens(c) for c in contexts]
     return StepColumns.of_batches(
         np.array(took_s),
         seqs,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Self
 
 from support.planted_machine import Machine, Mood, MoodSizes, StepFormula
-from tuner.engine.guards import check_busy, check_idle, check_new_limits
+from tuner.engine.guards import GuardedEngine
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import (
     Batch,
@@ -189,7 +189,7 @@ class _Stretch:
     taken: int = 0
 
 
-class PlantedEngine:
+class PlantedEngine(GuardedEngine):
     """The Engine protocol over a formula: first come first served, chunked prefill, preemption.
 
     Source: vllm/v1/core/sched/scheduler.py, Scheduler.schedule, and async_scheduler.py;
@@ -223,11 +223,6 @@ class PlantedEngine:
         )
         self._shape = self._made_shape()
 
-    @property
-    def info(self) -> EngineInfo:
-        """What is known of this engine."""
-        return self._info
-
     def shape(self) -> EngineShape:
         """Return what a shadow has to know."""
         return self._shape
@@ -255,23 +250,6 @@ class PlantedEngine:
         )
         graphs = graphs or Graphs(shape.chosen_sizes(info.ceiling))
         return replace(shape, captured_sizes=graphs.sizes, captures_mixed=graphs.has_mixed)
-
-    @property
-    def limits(self) -> EngineLimits:
-        """The limits that hold now."""
-        return self._limits
-
-    def set_limits(self, limits: EngineLimits) -> None:
-        """Take new limits. Raises: EngineError while busy or above the ceiling."""
-        check_new_limits(self, limits)
-        self._limits = limits
-
-    def reset(self) -> None:
-        """Do nothing, there is no prefix cache. Raises: EngineError while busy."""
-        check_idle(self)
-
-    def prepare(self, row: int, prompt: Prompt, output_tokens: int) -> None:
-        """Nothing: its steps take what the formula says, whatever happens between them."""
 
     def add(self, row: int, prompt: Prompt, output_tokens: int) -> None:
         """Queue a request."""
@@ -303,12 +281,11 @@ class PlantedEngine:
         self._waiting.clear()
         self._sent.clear()
 
-    def step(self) -> Step:
+    def _turn(self) -> Step:
         """Launch a batch, and let the time pass until the one whose turn it is is noticed.
 
         The device computes one batch after the other, none before its launch has ended.
         """
-        check_busy(self)
         clock = self._source.clock
         began_s, has_launched = clock.now_s, self._has_requests()
         if has_launched:
@@ -483,7 +460,7 @@ class PlantedEngine:
             left=left,
             blocks_at=blocks_at,
             total=sum(contexts),
-            spread=_spread(contexts),
+            spread=spread_tokens(contexts),
             longest=max(contexts),
         )
 
@@ -528,11 +505,6 @@ class PlantedEngine:
             seq.blocks = -(-seq.computed // size)
 
 
-def _spread(contexts: Sequence[int]) -> float:
-    """Return how far apart contexts are, as the protocol has it."""
-    return spread_tokens(len(contexts), sum(contexts), sum(c * c for c in contexts))
-
-
 def _batch_of(plan: _Plan) -> tuple[Batch, int]:
     """Put a plan into the protocol's words, and return the longest context of its decodes.
 
@@ -549,6 +521,6 @@ def _batch_of(plan: _Plan) -> tuple[Batch, int]:
             pairs += tokens * seq.computed + tokens * (tokens + 1) // 2
     seqs, total = len(contexts), sum(contexts)
     batch = Batch(
-        *(seqs, prefill, prefill_seqs, total, pairs, plan.preempted, 0), _spread(contexts)
+        *(seqs, prefill, prefill_seqs, total, pairs, plan.preempted, 0), spread_tokens(contexts)
     )
     return batch, max(contexts, default=0)

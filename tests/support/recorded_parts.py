@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +47,15 @@ def each_step(steps: StepColumns) -> StepColumns:
     times = steps.repeats.astype(int)
     kept = np.repeat(np.arange(len(steps)), times)
     number = np.arange(kept.size) - np.repeat(np.cumsum(times) - times, times)
-    found: dict[str, Any] = {
-        name: getattr(steps, name)[kept] for name in StepColumns.__dataclass_fields__
-    }
-    found["duration_s"] = found["duration_s"] / found["repeats"]
-    back_s = (found["repeats"] - 1 - number) * found["duration_s"]
-    found["end_s"] = found["end_s"] - back_s
-    found["decode_context_tokens"] += number * found["decode_seqs"]
-    found["repeats"] = np.ones(kept.size)
-    return StepColumns(**found)
+    found = steps.take(kept)
+    duration_s = found.duration_s / found.repeats
+    return replace(
+        found,
+        duration_s=duration_s,
+        end_s=found.end_s - (found.repeats - 1 - number) * duration_s,
+        decode_context_tokens=found.decode_context_tokens + number * found.decode_seqs,
+        repeats=np.ones(kept.size),
+    )
 
 
 def recorded(
@@ -74,10 +75,7 @@ def recorded(
     """
     assert log.kept_steps is not None
     every = each_step(log.kept_steps)
-    busy = (every.decode_seqs > 0) | (every.prefill_tokens > 0)
-    true = StepColumns(
-        **{name: getattr(every, name)[busy] for name in StepColumns.__dataclass_fields__}
-    )
+    true = every.take(every.has_batch)
     numbers = array("q")
     moved_s = np.where(true.prefill_tokens > 0, late_ratio * true.duration_s, 0.0)
     early_s = np.append(moved_s[1:], 0.0)

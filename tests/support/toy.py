@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tuner.engine.guards import check_busy, check_idle, check_new_limits
+from tuner.engine.guards import GuardedEngine
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import (
     Batch,
@@ -149,7 +149,7 @@ class _Plan:
         self.budget -= tokens
 
 
-class ToyEngine:
+class ToyEngine(GuardedEngine):
     """The Engine protocol over a formula instead of a model."""
 
     def __init__(self, source: ToySource, ceiling: EngineLimits) -> None:
@@ -175,11 +175,6 @@ class ToyEngine:
             asynchronous=False,
         )
 
-    @property
-    def info(self) -> EngineInfo:
-        """What is known of this toy."""
-        return self._info
-
     def shape(self) -> EngineShape:
         """Return what a shadow has to know: the toy schedules as vLLM does."""
         source = self._source
@@ -201,25 +196,12 @@ class ToyEngine:
             scheduler={"enable_chunked_prefill": True},
         )
 
-    @property
-    def limits(self) -> EngineLimits:
-        """The limits that hold now."""
-        return self._limits
+    def _take(self, limits: EngineLimits) -> None:
+        if not self._info.can_change_limits:
+            raise EngineError(f"this toy hides its limits and takes no {limits}")
 
-    def set_limits(self, limits: EngineLimits) -> None:
-        """Take new limits. Raises: EngineError while busy or above the ceiling."""
-        check_new_limits(self, limits)
-        if limits != self._limits and not self._info.can_change_limits:
-            raise EngineError("this toy hides its limits")
-        self._limits = limits
-
-    def reset(self) -> None:
-        """Forget the prefix cache. Raises: EngineError while busy."""
-        check_idle(self)
+    def _forget(self) -> None:
         self._cache.clear()
-
-    def prepare(self, row: int, prompt: Prompt, output_tokens: int) -> None:
-        """Nothing: its steps take what the formula says, whatever happens between them."""
 
     def add(self, row: int, prompt: Prompt, output_tokens: int) -> None:
         """Queue a request."""
@@ -245,9 +227,8 @@ class ToyEngine:
         """Be gone."""
         self._is_closed = True
 
-    def step(self) -> Step:
+    def _turn(self) -> Step:
         """Schedule one batch and say what it took by the formula."""
-        check_busy(self)
         self._fail_if_told()
         plan = _Plan(budget=self._limits.max_num_batched_tokens)
         self._go_on(plan)
@@ -343,18 +324,15 @@ class ToyEngine:
 def _batch_of(plan: _Plan) -> Batch:
     """Put a plan into the protocol's words, with its contexts before the step."""
     decodes = [s for s, n in plan.chunks if s.answered and n == s.missing == 1]
+    contexts = [seq.computed + 1 for seq in decodes]
     prefills = [(s, n) for s, n in plan.chunks if not (s.answered and n == s.missing == 1)]
     return Batch(
         decode_seqs=len(decodes),
         prefill_tokens=sum(tokens for _, tokens in prefills),
         prefill_seqs=len(prefills),
-        decode_context_tokens=sum(seq.computed + 1 for seq in decodes),
+        decode_context_tokens=sum(contexts),
         prefill_context_tokens=sum(n * s.computed + n * (n + 1) // 2 for s, n in prefills),
         preempted=plan.preempted,
         cached_tokens=plan.cached_tokens,
-        decode_spread_tokens=spread_tokens(
-            len(decodes),
-            sum(seq.computed + 1 for seq in decodes),
-            sum((seq.computed + 1) ** 2 for seq in decodes),
-        ),
+        decode_spread_tokens=spread_tokens(contexts),
     )

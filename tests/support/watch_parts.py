@@ -14,7 +14,7 @@ from support.run_parts import a_profile
 from tuner.drift.check import Checked, DriftVerdict, Gain
 from tuner.drift.compare import Drift
 from tuner.drift.watch.guard import Guard
-from tuner.drift.watch.handover import HookEnd, Rollout, RunHook, StateStore
+from tuner.drift.watch.handover import HookEnd, Rollout, RunHook
 from tuner.drift.watch.loop import Watcher
 from tuner.drift.watch.policy import Policy
 from tuner.drift.watch.publish import Publisher
@@ -163,11 +163,11 @@ def a_world(
     path, clock = folder / "best.yaml", clock or JumpingClock()
     hook, messages = HookLog(path), list[str]()
     script = Script(clock)
-    with StateDir(folder / "state") as kept:
-        state, remark = kept.load()
+    with StateDir(folder / "state") as store:
+        state, remark = store.load()
         if remark:
             messages.append(remark)
-        store = StateStore(kept, state.for_profile("a"))
+        store.state = state.for_profile("a")
         publisher = Publisher(path, chosen, a_profile(), {"model": "toy"})
         guarding = guard() if guard else None
         watcher = Watcher(

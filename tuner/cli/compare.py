@@ -311,7 +311,7 @@ def _tuned(options: CompareOptions, default: EngineLimits) -> EngineLimits:
     Raises: UsageError if neither names any.
     """
     path = options.tuned or options.engine.config
-    seqs, tokens = limits_of(read_config(path).values) if path else (None, None)
+    seqs, tokens = limits_of(read_config(path)) if path else (None, None)
     seqs = options.limits.max_num_seqs or seqs
     tokens = options.limits.max_num_batched_tokens or tokens
     if seqs is None and tokens is None:

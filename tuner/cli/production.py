@@ -56,7 +56,7 @@ def wanted_of(params: Params) -> Wanted:
             "name the nearest of them, or measure: tune on such a GPU",
         )
     config = path_of(params["config"])
-    values = {} if config is None else read_config(config).values
+    values = {} if config is None else read_config(config)
     model = params["model"] or values.get("model")
     for name, value in (("--gpu", params["gpu"]), ("--model", model)):
         if not value:
@@ -128,7 +128,7 @@ def run_profile_fit(
     paths = steps or _steps_beside(recordings)
     recorded = read_steps(paths)
     requests = RecordedRequests.read(recordings)
-    values = {} if config is None else read_config(config).values
+    values = {} if config is None else read_config(config)
     profile, learnt = learn_profile(recorded, requests, values)
     named = {"model": profile.shape.model, **profile.shape.parallel_values}
     profile = replace(profile, serve_values={**named, **profile.serve_values})

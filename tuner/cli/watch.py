@@ -21,7 +21,7 @@ from tuner.drift.baseline import Baseline, read_baseline
 from tuner.drift.compare import MIN_S
 from tuner.drift.retune import RetuneOptions
 from tuner.drift.watch.guard import Guard
-from tuner.drift.watch.handover import Clock, Rollout, StateStore, run_hook
+from tuner.drift.watch.handover import Clock, Rollout, run_hook
 from tuner.drift.watch.health import serving
 from tuner.drift.watch.loop import Watcher
 from tuner.drift.watch.policy import Policy
@@ -173,7 +173,8 @@ def run_watch(options: WatchOptions, clock: Clock | None = None) -> int:
     before = _tuned_for(baseline, options)
     publisher = _publisher(options, baseline)
     with ExitStack() as held:
-        store = _state_store(held.enter_context(StateDir(options.state)), options.profile)
+        store = held.enter_context(StateDir(options.state))
+        _take_up(store, options.profile)
         watcher = _watcher(options, baseline, before, store, publisher, clock or WallClock())
         current = watcher.current
         if options.listen:
@@ -220,8 +221,9 @@ def _tuned_for(baseline: Baseline, options: WatchOptions) -> TrafficSketch:
     return sketch_of(of_middle_engine(reading.read(options.baseline_files)))
 
 
-def _state_store(directory: StateDir, path: Path) -> StateStore:
-    state, damage = directory.load()
+def _take_up(store: StateDir, path: Path) -> None:
+    """Go by the state that was kept, as it stands for the profile."""
+    state, damage = store.load()
     if damage:
         say(damage)
     folder = folder_of_run(path)
@@ -231,14 +233,14 @@ def _state_store(directory: StateDir, path: Path) -> StateStore:
         last = replace(state.last, error=damage, error_s=time.time())
         counts = replace(state.counts, errors=state.counts.errors + 1)
         state = replace(state, last=last, counts=counts)
-    return StateStore(directory, state.for_profile(sha256))
+    store.state = state.for_profile(sha256)
 
 
 def _watcher(
     options: WatchOptions,
     baseline: Baseline,
     before: TrafficSketch,
-    store: StateStore,
+    store: StateDir,
     publisher: Publisher,
     clock: Clock,
 ) -> Watcher:
@@ -288,7 +290,7 @@ def _publisher(options: WatchOptions, baseline: Baseline) -> Publisher:
         raise UsageError(f"the folder of --emit {output} does not exist", "make it first")
     served = baseline.profile.serve_values
     if options.config is not None:
-        served = read_config(options.config).values
+        served = read_config(options.config)
     values, lost = without_lost(served)
     return Publisher(output, options.format, baseline.profile, values, lost)
 
@@ -297,4 +299,4 @@ def _served(config: Path | None, baseline: Baseline) -> EngineLimits:
     """Return the limits that --config serves; without it those that the baseline has."""
     if config is None:
         return baseline.current
-    return ProfiledEngine(baseline.profile).current_limits(read_config(config).values)
+    return ProfiledEngine(baseline.profile).current_limits(read_config(config))

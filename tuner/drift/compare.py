@@ -348,13 +348,6 @@ class Drift:
         )
 
 
-class Side(StrEnum):
-    """Which of the two pieces of traffic."""
-
-    BASELINE = "baseline"
-    NOW = "current"
-
-
 def drift_between(baseline: TrafficSketch, now: TrafficSketch, seed: int = 0) -> Drift:
     """Return how traffic has shifted.
 
@@ -367,7 +360,7 @@ def drift_between(baseline: TrafficSketch, now: TrafficSketch, seed: int = 0) ->
             f"{names[now.is_closed]}: the two do not compare",
             "check traffic of the kind that the run was tuned for",
         )
-    reasons = (*_lacks(baseline, Side.BASELINE), *_lacks(now, Side.NOW))
+    reasons = (*_lacks(baseline, "baseline"), *_lacks(now, "current"))
     if reasons:
         return Drift((), (), "; ".join(reasons))
     features, not_compared = drift_features(baseline, now)
@@ -382,8 +375,8 @@ def drift_between(baseline: TrafficSketch, now: TrafficSketch, seed: int = 0) ->
     return Drift(tuple(shifts), tuple(left_out))
 
 
-def _lacks(sketch: TrafficSketch, side: Side) -> Iterator[str]:
-    """Yield why a sketch is too small to be compared."""
+def _lacks(sketch: TrafficSketch, side: str) -> Iterator[str]:
+    """Yield why the sketch of a side is too small to be compared."""
     if sketch.requests < MIN_REQUESTS:
         yield f"the {side} traffic has {sketch.requests} requests, {MIN_REQUESTS} are needed"
     elif sketch.duration_s < MIN_S:

@@ -85,7 +85,7 @@ def read_emitted(path: Path, hint: str = _NAME_A_SOURCE) -> Recommendation:
     Raises: UsageError if it is no such file, or names no model or no limits; `hint` says what
         to do then.
     """
-    values = dict(read_config(path).values)
+    values = read_config(path)
     missing = [k for k in ("model", MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS) if k not in values]
     if missing:
         got = ", ".join(list(values)[:5]) or "nothing"

@@ -88,7 +88,7 @@ class GpuLog:
 
     @classmethod
     def pooled(cls, logs: Sequence[Self | None]) -> Self | None:
-        """Return several as one, None where none is known."""
+        """Return several as one, the reasons in NVML's order; None where none is known."""
         known = [log for log in logs if log is not None]
         if not known:
             return None
@@ -107,7 +107,9 @@ class GpuLog:
             temperature_c=max(log.temperature_c for log in known),
             slowed_ratio=mean("slowed_ratio"),
             capped_ratio=mean("capped_ratio"),
-            reasons=tuple(dict.fromkeys(r for log in known for r in log.reasons)),
+            reasons=tuple(
+                words for words in _SLOWED.values() if any(words in r.reasons for r in known)
+            ),
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -169,7 +171,7 @@ class Gpus:
                         found[-1] = words
         return list(found.values())
 
-    def sample(self) -> list[_Sample]:
+    def sample(self) -> list[GpuLog]:
         """Return what the driver says of each GPU now; nothing of one that does not answer."""
         found = []
         for handle in self._handles:
@@ -177,29 +179,26 @@ class Gpus:
                 found.append(self._sample(handle))
         return found
 
-    def _sample(self, handle: Any) -> _Sample:  # noqa: ANN401 - NVML's own, untyped
+    def _sample(self, handle: Any) -> GpuLog:  # noqa: ANN401 - NVML's own, untyped
+        """Return what the driver says of one GPU at one instant."""
         nvml = self._nvml
         # Its older name may go.
         name = "nvmlDeviceGetCurrentClocks{}Reasons".format
-        reasons = getattr(nvml, name("Event"), None) or getattr(nvml, name("Throttle"))
-        return _Sample(
-            sm_mhz=float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
+        asked = getattr(nvml, name("Event"), None) or getattr(nvml, name("Throttle"))
+        sm_mhz = float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))
+        bits = int(asked(handle))
+        reasons = tuple(words for bit, words in _SLOWED.items() if bits & bit)
+        return GpuLog(
+            1,
+            *(sm_mhz, sm_mhz, sm_mhz),
             power_w=nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
             temperature_c=float(
                 nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
             ),
-            reasons=int(reasons(handle)),
+            slowed_ratio=float(bool(reasons)),
+            capped_ratio=float(bool(bits & _POWER_CAP)),
+            reasons=reasons,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    """One GPU at one instant. Units: as GpuLog; `reasons` are NVML's bits."""
-
-    sm_mhz: float
-    power_w: float
-    temperature_c: float
-    reasons: int
 
 
 class GpuWatch:
@@ -207,7 +206,7 @@ class GpuWatch:
 
     def __init__(self, gpus: Gpus | None) -> None:
         self._gpus = gpus
-        self._samples: list[_Sample] = []
+        self._samples: list[GpuLog] = []
         self._next_s = 0.0
 
     def look(self) -> None:
@@ -219,26 +218,7 @@ class GpuWatch:
 
     def log(self) -> GpuLog | None:
         """Return what was seen, None where nothing was."""
-        seen = self._samples
-        if not seen:
-            return None
-        clocks = [one.sm_mhz for one in seen]
-        slowed = [one for one in seen if any(one.reasons & bit for bit in _SLOWED)]
-        return GpuLog(
-            samples=len(seen),
-            sm_mhz_min=min(clocks),
-            sm_mhz_p50=median(clocks),
-            sm_mhz_max=max(clocks),
-            power_w=sum(one.power_w for one in seen) / len(seen),
-            temperature_c=max(one.temperature_c for one in seen),
-            slowed_ratio=len(slowed) / len(seen),
-            capped_ratio=sum(bool(one.reasons & _POWER_CAP) for one in seen) / len(seen),
-            reasons=tuple(
-                words
-                for bit, words in _SLOWED.items()
-                if any(one.reasons & bit for one in slowed)
-            ),
-        )
+        return GpuLog.pooled(self._samples)
 
 
 def _every(nvml: Any) -> list[Any]:  # noqa: ANN401 - untyped

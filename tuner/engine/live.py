@@ -12,15 +12,15 @@ from typing import Any
 
 from tuner.engine.compat import core as compat_core
 from tuner.engine.compat import serve
-from tuner.engine.guards import ProgressGuard, check_busy, check_idle, check_new_limits
+from tuner.engine.guards import GuardedEngine
 from tuner.engine.limits import EngineLimits
-from tuner.engine.protocol import EngineFacts, EngineInfo, Prompt, Step
+from tuner.engine.protocol import EngineFacts, Prompt, Step
 from tuner.engine.serve_config import check_length
 from tuner.engine.shape import EngineShape
 from tuner.errors import EngineError
 
 
-class LiveEngine:
+class LiveEngine(GuardedEngine):
     """vLLM's engine core behind the Engine protocol.
 
     A step's duration is wall time around the core's own turn. What the replay does between
@@ -44,13 +44,7 @@ class LiveEngine:
         self._limits = self._info.ceiling
         self._between = DeviceTime(core.is_computing)
         self._prepared: dict[int, Any] = {}
-        self._progress = ProgressGuard()
         self._batches = compat_core.BatchReader()
-
-    @property
-    def info(self) -> EngineInfo:
-        """What is known of this engine."""
-        return self._info
 
     def shape(self) -> EngineShape:
         """Return what the scheduler knows of this engine. Raises: ShadowError."""
@@ -62,24 +56,10 @@ class LiveEngine:
             raise EngineError("the engine is closed")
         return self._core
 
-    @property
-    def limits(self) -> EngineLimits:
-        """The limits that hold now."""
-        return self._limits
+    def _take(self, limits: EngineLimits) -> None:
+        self._running_core.set_limits(limits)
 
-    def set_limits(self, limits: EngineLimits) -> None:
-        """Take new limits. Raises: EngineError while busy, above the ceiling, or hidden."""
-        check_new_limits(self, limits)
-        if limits != self._limits:
-            self._running_core.set_limits(limits)
-            self._limits = limits
-
-    def reset(self) -> None:
-        """Forget the prefix cache, and what was prepared.
-
-        Raises: EngineError while busy or if vLLM declines.
-        """
-        check_idle(self)
+    def _forget(self) -> None:
         self._prepared.clear()
         if not self._running_core.reset_prefix_cache():
             raise EngineError("vLLM could not clear its prefix cache although it is idle")
@@ -105,16 +85,12 @@ class LiveEngine:
         """Whether anything is queued, running or to be tidied up."""
         return self._running_core.has_work()
 
-    def step(self) -> Step:
+    def _turn(self) -> Step:
         """Take one turn of the core's loop and time it."""
-        core = self._running_core
-        check_busy(self)
         between_s = self._between.stop()
-        turn = core.turn()
+        turn = self._running_core.turn()
         self._between.start(turn.ended_s, is_on_its_way=turn.is_on_its_way)
-        step = compat_core.step_of(turn, between_s, self._batches)
-        self._progress.check(step)
-        return step
+        return compat_core.step_of(turn, between_s, self._batches)
 
     def close(self) -> None:
         """Shut vLLM down."""
@@ -185,8 +161,8 @@ class LiveSource:
         serve.check_generates(config)
         return EngineFacts(
             current_limits=serve.config_limits(config, engine_args),
-            max_model_len=serve.config_max_model_len(config),
-            chunks_prefill=serve.config_chunks_prefill(config),
+            max_model_len=int(config.model_config.max_model_len),
+            chunks_prefill=bool(config.scheduler_config.enable_chunked_prefill),
             vllm_version=serve.vllm_version(),
             device=serve.device_name(),
             caveats=serve.config_caveats(config),

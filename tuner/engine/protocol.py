@@ -62,17 +62,18 @@ class EngineInfo:
         )
 
 
-def spread_tokens(seqs: int, total: int, squares: int) -> float:
+def spread_tokens(contexts: Sequence[int]) -> float:
     """Return the root of the summed squares of how far contexts are from their mean.
 
-    From their number, sum and sum of squares, which a scheduler keeps as requests come and go.
     No context is further from the mean than that, and in the traffic of `traces` it goes with
     how much longer the longest is than the mean more closely than the standard deviation or
     that times the number. It stays as it is while the same requests decode on.
 
-    >>> round(spread_tokens(4, 1000, 490000), 3), spread_tokens(0, 0, 0)
-    (489.898, 0.0)
+    >>> round(spread_tokens([100, 100, 100, 700]), 3), spread_tokens([])
+    (519.615, 0.0)
     """
+    seqs, total = len(contexts), sum(contexts)
+    squares = sum(context * context for context in contexts)
     return math.sqrt((seqs * squares - total * total) / seqs) if seqs else 0.0
 
 

@@ -10,7 +10,7 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -233,13 +233,6 @@ def human_integer(text: str) -> int | None:
     return int(whole) * units
 
 
-@dataclass(frozen=True, slots=True)
-class ServeConfig:
-    """Keys and values of one vLLM configuration, hyphenated, in the user's order."""
-
-    values: dict[str, object] = field(default_factory=dict)
-
-
 def false_says_nothing(key: str) -> str:
     """Return the sentence on a false in a file, where the default is something else."""
     return (
@@ -254,8 +247,8 @@ def _warn_of_false(path: Path, key: str) -> None:
     _log.warning("%s: %s", path, false_says_nothing(key))
 
 
-def read_config(path: Path) -> ServeConfig:
-    """Return what a `vllm serve --config` file says.
+def read_config(path: Path) -> dict[str, object]:
+    """Return what a `vllm serve --config` file says, keys hyphenated, in the user's order.
 
     A false says nothing there: the server takes its default, and so does what is measured.
 
@@ -298,7 +291,7 @@ def read_config(path: Path) -> ServeConfig:
     for key, value in values.items():
         if value is False and key in ON_OR_CHOSEN:
             _warn_of_false(path, key)
-    return ServeConfig({key: value for key, value in values.items() if value is not False})
+    return {key: value for key, value in values.items() if value is not False}
 
 
 @dataclass(frozen=True, slots=True)

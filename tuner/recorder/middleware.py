@@ -20,8 +20,7 @@ from tuner.recorder.recorder import Recorder, process_recorder
 from tuner.recorder.tap import (
     Ask,
     EngineClient,
-    Exchange,
-    current_exchange,
+    current_asks,
     left_behind,
     listen,
 )
@@ -150,8 +149,8 @@ class _Seen:
         self._status = 0
         self._first_s: float | None = None
         self._tail = b""
-        self._exchange = Exchange()
-        self._before = current_exchange.set(self._exchange)
+        self._asks: list[Ask] = []
+        self._before = current_asks.set(self._asks)
 
     async def receive(self) -> Message:
         """Pass on what the client sends, and notice when it goes away."""
@@ -176,15 +175,15 @@ class _Seen:
             return
         self._is_given_up = True
         if self._recorder.source.sees_unfinished:
-            self._left = [left_behind(self._client, ask) for ask in self._exchange.asks]
+            self._left = [left_behind(self._client, ask) for ask in self._asks]
 
     def end(self) -> None:
         """Send the recorder how it ended."""
         if self._has_counts:
             self._recorder.offer(self._replied())
-        elif self._exchange.asks:
-            self._guards.closing.soon(self._exchange.asks, self._left)
-        current_exchange.reset(self._before)
+        elif self._asks:
+            self._guards.closing.soon(self._asks, self._left)
+        current_asks.reset(self._before)
 
     @property
     def _has_counts(self) -> bool:
@@ -212,7 +211,7 @@ class _Seen:
             arrived_at_s=self._arrived_at_s,
             e2e_s=time.monotonic() - self._began_s,
             ttft_s=ttft_s,
-            asked=[(ask.request_id, ask.number) for ask in self._exchange.asks],
+            asked=[(ask.request_id, ask.number) for ask in self._asks],
             usage=read_usage(self._tail),
         )
 

@@ -14,9 +14,9 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
-from typing import Final, Protocol, cast
+from typing import Any, Final
 
 from tuner.recorder.messages import Asked, Left, Unfinished
 from tuner.recorder.recorder import Recorder
@@ -33,57 +33,15 @@ Source: vLLM engine/protocol.py, EngineClient.generate.
 _numbers = count()
 
 
-class _Cache(Protocol):
-    block_size: int | None
+Config = Any
+"""vLLM's VllmConfig, untyped as vLLM is in the check. Source: vLLM config/vllm.py."""
 
+EngineClient = Any
+"""An engine client of vLLM's: `generate`, `vllm_config` and `output_processor` are used.
 
-class _Model(Protocol):
-    served_model_name: str | list[str] | None
-
-
-class Config(Protocol):
-    """Source: vLLM config/vllm.py, VllmConfig."""
-
-    cache_config: _Cache
-    model_config: _Model
-
-
-class _Sampling(Protocol):
-    n: int
-
-
-class _Adapter(Protocol):
-    lora_name: str
-
-
-class _Stats(Protocol):
-    arrival_time: float
-    first_token_latency: float
-    num_generation_tokens: int
-
-
-class _State(Protocol):
-    prompt_len: int
-    num_cached_tokens: int
-    is_prefilling: bool
-    stats: _Stats | None
-
-
-class _Outputs(Protocol):
-    external_req_ids: Mapping[str, Sequence[str]]
-    request_states: Mapping[str, _State]
-
-
-class EngineClient(Protocol):
-    """What is used of an engine client.
-
-    Source: vLLM engine/protocol.py, EngineClient; output_processor, of which requests that
-        were given up are read, v1/engine/async_llm.py, AsyncLLM.
-    """
-
-    generate: Callable[..., object]
-    vllm_config: Config
-    output_processor: _Outputs
+Source: vLLM engine/protocol.py, EngineClient; output_processor, of which requests that were
+    given up are read, v1/engine/async_llm.py, AsyncLLM.
+"""
 
 
 @dataclass(slots=True)
@@ -108,15 +66,9 @@ class Ask:
         return getattr(stream, "ag_frame", None) is not None
 
 
-@dataclass(slots=True)
-class Exchange:
-    """One HTTP request, and what was asked of the engine on its behalf."""
-
-    asks: list[Ask] = field(default_factory=list)
-
-
-current_exchange: ContextVar[Exchange | None] = ContextVar("current_exchange", default=None)
-"""The exchange that the running task serves; tasks started for it inherit it."""
+current_asks: ContextVar[list[Ask] | None] = ContextVar("current_asks", default=None)
+"""What is asked on behalf of the HTTP request that the running task serves; tasks started for
+it inherit it."""
 
 
 class ListeningGenerate:
@@ -146,20 +98,18 @@ class ListeningGenerate:
                 ask.follow(stream)
         return stream
 
-    def _tell(self, args: Sequence[object], keywords: Mapping[str, object]) -> Ask:
+    def _tell(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> Ask:
         prompt, sampling, request_id = (
             keywords[name] if name in keywords else args[place]
             for name, place in PLACES.items()
         )
-        adapter = cast("_Adapter | None", keywords.get("lora_request"))
-        answers = cast("_Sampling", sampling).n
-        ask = Ask(cast("str", request_id), next(_numbers), answers)
-        exchange = current_exchange.get()
-        if exchange is not None:
-            exchange.asks.append(ask)
-        tokens, salt = _plain_tokens(prompt), _salt(prompt, adapter)
+        ask = Ask(request_id, next(_numbers), sampling.n)
+        asks = current_asks.get()
+        if asks is not None:
+            asks.append(ask)
+        tokens, salt = _plain_tokens(prompt), _salt(prompt, keywords.get("lora_request"))
         self._recorder.offer(
-            Asked(ask.request_id, ask.number, tokens, self._block_size, salt, answers)
+            Asked(ask.request_id, ask.number, tokens, self._block_size, salt, ask.answers)
         )
         return ask
 
@@ -184,7 +134,7 @@ def listen(client: EngineClient, recorder: Recorder) -> bool:
 
 def served_model(config: Config) -> str | None:
     """Return the name that clients ask for; of several the first."""
-    name = config.model_config.served_model_name
+    name: str | list[str] | None = config.model_config.served_model_name
     if isinstance(name, list):
         return name[0] if name else None
     return name
@@ -200,11 +150,12 @@ def left_behind(client: EngineClient, ask: Ask) -> Left:
     unfinished: list[Unfinished] = []
     if len(names) <= ask.answers:
         states = [outputs.request_states[name] for name in names]
-        unfinished = [_unfinished(one, one.stats) for one in states if one.stats is not None]
+        unfinished = [_unfinished(one) for one in states if one.stats is not None]
     return Left(ask.request_id, ask.number, time.time(), unfinished)
 
 
-def _unfinished(state: _State, stats: _Stats) -> Unfinished:
+def _unfinished(state: Any) -> Unfinished:  # noqa: ANN401 - vLLM's own, untyped
+    stats = state.stats
     return Unfinished(
         arrived_at_s=stats.arrival_time,
         input_length=state.prompt_len,
@@ -237,7 +188,7 @@ def _plain_tokens(prompt: object) -> array[int] | None:
         return None
 
 
-def _salt(prompt: object, adapter: _Adapter | None) -> str:
+def _salt(prompt: object, adapter: Any) -> str:  # noqa: ANN401 - vLLM's own, untyped
     """Return what keeps the engine from sharing equal blocks: adapter and cache salt."""
     name = adapter.lora_name if adapter is not None else ""
     salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None

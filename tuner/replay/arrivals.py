@@ -69,8 +69,8 @@ class _InOrder:
 
     end_s: float = math.inf
 
-    def __init__(self, due_s: list[float]) -> None:
-        self._due_s = due_s
+    def __init__(self, due_s: NDArray[np.float64]) -> None:
+        self._due_s: list[float] = due_s.tolist()
         self._expected = self._next = 0
 
     def expected(self) -> tuple[float, int] | None:
@@ -82,15 +82,17 @@ class _InOrder:
         """Go on to the one after it."""
         self._expected += 1
 
+    def pop(self, now_s: float) -> tuple[int, float]:  # noqa: ARG002 - as next_due_s
+        """Return the next request's row, when it was due, and move on."""
+        self._next += 1
+        return self._next - 1, self._due_s[self._next - 1]
+
     def ended(self, row: int, now_s: float) -> None:
         """Take note that a request is over; the loop tells how many are in flight."""
 
 
 class OpenArrivals(_InOrder):
     """Requests go when the trace says, whatever the engine does."""
-
-    def __init__(self, due_s: NDArray[np.float64]) -> None:
-        super().__init__(due_s.tolist())
 
     def next_due_s(
         self,
@@ -99,11 +101,6 @@ class OpenArrivals(_InOrder):
     ) -> float | None:
         """Return the recorded instant."""
         return self._due_s[self._next] if self._next < len(self._due_s) else None
-
-    def pop(self, now_s: float) -> tuple[int, float]:  # noqa: ARG002 - as next_due_s
-        """Return the next request's row, when it was due, and move on."""
-        self._next += 1
-        return self._next - 1, self._due_s[self._next - 1]
 
 
 class CausalArrivals:
@@ -166,8 +163,8 @@ class ClosedArrivals(_InOrder):
         self, times_s: list[float], targets: list[int], n: int, end_s: float = math.inf
     ) -> None:
         # Nobody knows when: as soon as there is room.
-        super().__init__([math.inf] * n)
-        self._times_s, self._targets, self._left = times_s, targets, n
+        super().__init__(np.full(n, math.inf))
+        self._times_s, self._targets = times_s, targets
         self.end_s = end_s
 
     def next_due_s(self, now_s: float, in_flight: int) -> float | None:
@@ -175,7 +172,7 @@ class ClosedArrivals(_InOrder):
 
         With nothing in flight and no rise to come it is the end, where the replay stops.
         """
-        if self._left == 0 or now_s >= self.end_s:
+        if self._next == len(self._due_s) or now_s >= self.end_s:
             return None
         at = bisect_right(self._times_s, now_s) - 1
         if at >= 0 and self._targets[at] > in_flight:
@@ -187,9 +184,8 @@ class ClosedArrivals(_InOrder):
 
     def pop(self, now_s: float) -> tuple[int, float]:
         """Return the next request's row, due now, and move on."""
-        self._left -= 1
-        self._next += 1
-        return self._next - 1, now_s
+        row, _ = super().pop(now_s)
+        return row, now_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +210,7 @@ class BatchArrivals(_InOrder):
     """Requests are due when the trace says, and go batch by batch."""
 
     def __init__(self, due_s: NDArray[np.float64], batches: StaticBatches) -> None:
-        super().__init__(due_s.tolist())
+        super().__init__(due_s)
         self._batches, self._going = batches, 0
 
     def next_due_s(self, now_s: float, in_flight: int) -> float | None:
@@ -237,8 +233,7 @@ class BatchArrivals(_InOrder):
             arrived = bisect_right(self._due_s, now_s, lo=self._next) - self._next
             self._going = max(1, min(arrived, self._batches.size))
         self._going -= 1
-        self._next += 1
-        return self._next - 1, self._due_s[self._next - 1]
+        return super().pop(now_s)
 
 
 def check_arrivals(trace: Trace, load_model: LoadModel) -> None:
@@ -280,36 +275,6 @@ def check_priorities(trace: Trace, *, has_priorities: bool) -> None:
 
 
 Arrivals = OpenArrivals | CausalArrivals | ClosedArrivals | BatchArrivals
-
-
-def arrivals_of(
-    trace: Trace,
-    load_model: LoadModel,
-    concurrency: int | None,
-    sessions: Sessions = Sessions.CAUSAL,
-    batches: StaticBatches | None = None,
-) -> Arrivals:
-    """Choose how the trace's requests arrive; no concurrency means the recorded one.
-
-    A recorded one ends with its last change, which is its last answer where it follows from
-    latencies; a given number is held until every request has gone.
-
-    Raises: TraceError when a closed loop asks for a concurrency that was not recorded, or an
-        open one for arrivals that were not; UsageError for a lead-in of a closed loop.
-    """
-    check_arrivals(trace, load_model)
-    if load_model is LoadModel.OPEN:
-        if batches is not None:
-            return BatchArrivals(trace.due_s, batches)
-        if trace.turns is not None and sessions is Sessions.CAUSAL:
-            return CausalArrivals(trace.due_s, trace.turns)
-        return OpenArrivals(trace.due_s)
-    if concurrency is not None:
-        return ClosedArrivals([0.0], [concurrency], len(trace))
-    times_s, in_flight = trace.recorded_concurrency()
-    end_s = max(float(times_s[-1]), float(trace.due_s[-1]))
-    return ClosedArrivals(times_s.tolist(), [int(c) for c in in_flight], len(trace), end_s)
-
 
 MOST_TOKENS: Final = 1 << 20
 """Prompt tokens that are held ready: ours. One takes some 50 bytes, twice as a list of Python's

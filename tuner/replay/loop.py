@@ -26,7 +26,6 @@ from tuner.replay.arrivals import (
     CausalArrivals,
     ClockKind,
     ReplayClock,
-    arrivals_of,
     check_priorities,
 )
 from tuner.replay.load import offered_work_s
@@ -169,9 +168,7 @@ class _Replay:
         self._record = TimelineRecorder(trace.due_s)
         self._steps = self._new_steps()
         self._measures, self._led_in = trace.lead_in_s == 0, trace.led_in
-        self._arrivals = arrivals_of(
-            trace, plan.load_model, plan.concurrency, plan.sessions, plan.batches
-        )
+        self._arrivals = plan.arrivals(trace)
         prompts.begin(turns_wait=isinstance(self._arrivals, CausalArrivals))
         self._ahead = Ahead(
             self._arrivals,

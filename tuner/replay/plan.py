@@ -10,7 +10,17 @@ import numpy as np
 from tuner.engine.protocol import EngineFacts
 from tuner.errors import Caveat, UsageError
 from tuner.gate import GateLimits
-from tuner.replay.arrivals import ClockKind, Sessions, StaticBatches
+from tuner.replay.arrivals import (
+    Arrivals,
+    BatchArrivals,
+    CausalArrivals,
+    ClockKind,
+    ClosedArrivals,
+    OpenArrivals,
+    Sessions,
+    StaticBatches,
+    check_arrivals,
+)
 from tuner.stats import Ints
 from tuner.traffic.traces import LoadModel, Trace
 
@@ -101,6 +111,28 @@ class ReplayPlan:
         """
         follows = self.load_model is LoadModel.CLOSED and self.concurrency is None
         return trace.in_flight_as_recorded() if follows else trace
+
+    def arrivals(self, trace: Trace) -> Arrivals:
+        """Choose how the trace's requests arrive; no concurrency means the recorded one.
+
+        A recorded one ends with its last change, which is its last answer where it follows from
+        latencies; a given number is held until every request has gone.
+
+        Raises: TraceError when a closed loop asks for a concurrency that was not recorded, or
+            an open one for arrivals that were not; UsageError for a lead-in of a closed loop.
+        """
+        check_arrivals(trace, self.load_model)
+        if self.load_model is LoadModel.OPEN:
+            if self.batches is not None:
+                return BatchArrivals(trace.due_s, self.batches)
+            if trace.turns is not None and self.sessions is Sessions.CAUSAL:
+                return CausalArrivals(trace.due_s, trace.turns)
+            return OpenArrivals(trace.due_s)
+        if self.concurrency is not None:
+            return ClosedArrivals([0.0], [self.concurrency], len(trace))
+        times_s, in_flight = trace.recorded_concurrency()
+        end_s = max(float(times_s[-1]), float(trace.due_s[-1]))
+        return ClosedArrivals(times_s.tolist(), [int(c) for c in in_flight], len(trace), end_s)
 
     @property
     def most_lead_in_s(self) -> float:

@@ -103,7 +103,7 @@ class _Warming:
             for _ in range(new):
                 self._add(prompt, max(1, length - prompt))
             turns = TIMES + SPARE_TURNS + -(-new * prompt // budget)
-            if not self._sees(size, turns):
+            if not self._sees(size, turns, TIMES):
                 break
             done = size
             if time.perf_counter() > until_s:
@@ -112,15 +112,20 @@ class _Warming:
         self._finish()
         return done
 
-    def _sees(self, size: int, turns: int) -> bool:
-        """Step until a size has decoded as often as it takes; False if it does not come."""
+    def _sees(self, size: int, turns: int, times: int, *, is_mixed: bool = False) -> bool:
+        """Step until batches of a size came so often; False if they do not come.
+
+        Of so many sequences that only decode, or of so many tokens, some of them decoded.
+        """
         seen = 0
         for _ in range(turns):
             if not self._engine.has_work():
                 return False
             batch = self._engine.step().batch
-            seen += batch is not None and batch.is_decode_only and batch.decode_seqs == size
-            if seen == TIMES:
+            if batch is not None and batch.decode_seqs:
+                alone = batch.is_decode_only and batch.decode_seqs == size
+                seen += batch.tokens == size if is_mixed else alone
+            if seen == times:
                 return True
         return False
 
@@ -149,27 +154,17 @@ class _Warming:
         done, first = 0, self._row
         for _ in range(beside):
             self._add(1, max(1, length - 1))
-        is_decoding = self._sees(beside, TIMES + SPARE_TURNS)
+        is_decoding = self._sees(beside, TIMES + SPARE_TURNS, TIMES)
         for size in sizes:
             if time.perf_counter() > until_s or not is_decoding:
                 break
             self._add_prompts(size - beside, ceiling.max_num_seqs - beside)
-            if not self._sees_mixed(size, SPARE_TURNS):
+            if not self._sees(size, SPARE_TURNS, 1, is_mixed=True):
                 break
             done = ceiling.max_num_batched_tokens if size == sizes[-1] else size
         self._engine.abort(range(first, self._row))
         self._finish()
         return done
-
-    def _sees_mixed(self, size: int, turns: int) -> bool:
-        """Step until a mixed batch of a size came; False if it does not come."""
-        for _ in range(turns):
-            if not self._engine.has_work():
-                return False
-            batch = self._engine.step().batch
-            if batch is not None and batch.decode_seqs and batch.tokens == size:
-                return True
-        return False
 
     def _add_prompts(self, tokens: int, most: int) -> None:
         """Add so many tokens of prompts, in no more than so many of them."""

@@ -38,7 +38,7 @@ def variants(run: RunFiles) -> Section | None:
 
 def _row(one: VariantFinding, keys: list[str], *, has_price: bool) -> tuple[Cell, ...]:
     limits = one.verdict or str(one.limits)
-    gain, better = one.gain_ratio, one.p_better
+    gain = one.gain_ratio
     gain_words = (
         NOTHING if gain is None else f"{named(one.metric)} {moved(one.metric, gain):+.1%}"
     )
@@ -47,19 +47,15 @@ def _row(one: VariantFinding, keys: list[str], *, has_price: bool) -> tuple[Cell
         Cell(settings_text(one.settings) if one.settings else NOTHING),
         Cell(limits, mark="failed" if one.limits is None else ""),
         Cell(gain_words, gain),
-        number(better, NOTHING if better is None else f"{better:.2f}"),
-        *(number(one.latencies_s.get(key), seconds(one.latencies_s.get(key))) for key in keys),
-        number(one.capacity_per_s, _amount(one.capacity_per_s)),
-        number(one.gpus, str(one.gpus)),
-        number(one.capacity_per_gpu, _amount(one.capacity_per_gpu)),
+        number(one.p_better, "{:.2f}".format),
+        *(number(one.latencies_s.get(key), seconds) for key in keys),
+        number(one.capacity_per_s, short),
+        number(one.gpus, str),
+        number(one.capacity_per_gpu, short),
     ]
     if has_price:
-        cells.append(number(one.cost_per_1000, _amount(one.cost_per_1000)))
+        cells.append(number(one.cost_per_1000, short))
     return tuple(cells)
-
-
-def _amount(value: float | None) -> str:
-    return NOTHING if value is None else short(value)
 
 
 def clients(run: RunFiles) -> Section | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -24,6 +25,7 @@ from tuner.report.parts import (
     axis,
     layout,
     number,
+    scatter,
 )
 from tuner.report.points import live_points, shadow_points
 from tuner.report.run_files import RunFiles, shadow_error, shadow_error_words
@@ -137,20 +139,16 @@ def _marks(
 ) -> dict[str, Any]:
     # Metrics of one configuration stand beside each other, or they would hide one another.
     shift = 0.12 * (at - 1)
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": metric_name(metric),
-        "x": [settings.index(pair.limits) + shift for pair in pairs],
-        "y": [100 * _off(pair) for pair in pairs],
-        "customdata": [[str(pair.limits)] for pair in pairs],
-        "hovertemplate": "%{customdata[0]}: %{y:+.1f}%",
-        "marker": {
-            "size": 10,
-            "symbol": _SYMBOLS[at % len(_SYMBOLS)],
-            "color": _COLOURS[at % len(_COLOURS)],
-        },
-    }
+    symbol, colour = _SYMBOLS[at % len(_SYMBOLS)], _COLOURS[at % len(_COLOURS)]
+    return scatter(
+        "markers",
+        [settings.index(pair.limits) + shift for pair in pairs],
+        [100 * _off(pair) for pair in pairs],
+        name=metric_name(metric),
+        customdata=[[str(pair.limits)] for pair in pairs],
+        hovertemplate="%{customdata[0]}: %{y:+.1f}%",
+        marker={"size": 10, "symbol": symbol, "color": colour},
+    )
 
 
 def _across(y: float, dash: str) -> dict[str, Any]:
@@ -173,9 +171,9 @@ def _table(pairs: Sequence[Compared]) -> Table:
         (
             Cell(f"{pair.limits}"),
             Cell(metric_name(pair.metric)),
-            number(pair.live, quantity(pair.metric, pair.live)),
-            number(pair.shadow, quantity(pair.metric, pair.shadow)),
-            number(_off(pair), change(_off(pair))),
+            number(pair.live, partial(quantity, pair.metric)),
+            number(pair.shadow, partial(quantity, pair.metric)),
+            number(_off(pair), change),
         )
         for pair in sorted(pairs, key=lambda pair: pair.limits)
     )

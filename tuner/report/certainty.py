@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from statistics import NormalDist
 from typing import Any
 
@@ -19,11 +20,11 @@ from tuner.report.parts import (
     layout,
     number,
     number_axis,
+    scatter,
     seconds_axis,
 )
 from tuner.report.run_files import RunFiles
 from tuner.report.words import (
-    NOTHING,
     counted,
     is_latency,
     listed,
@@ -224,17 +225,16 @@ def _plot(advice: Advice, current: EngineLimits) -> Plot:
         f"{metric_name(metric)} of those that were decided between, with what is open of it",
         sentence(f"intervals of 90%: {_text(drawn, metric)}"),
         [
-            *(_bar(names, ends, outer, INK, width) for outer, width in ((0, 2), (1, 7))),
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "x": [values[2] for values in ends],
-                "y": names,
-                "marker": {"size": 11, "color": colours},
-                "customdata": [quantity(metric, values[2]) for values in ends],
-                "hovertemplate": "%{y}: %{customdata}<extra></extra>",
-                "showlegend": False,
-            },
+            *(_bar(names, ends, outer, width) for outer, width in ((0, 2), (1, 7))),
+            scatter(
+                "markers",
+                [values[2] for values in ends],
+                names,
+                marker={"size": 11, "color": colours},
+                customdata=[quantity(metric, values[2]) for values in ends],
+                hovertemplate="%{y}: %{customdata}<extra></extra>",
+                showlegend=False,
+            ),
         ],
         layout(xaxis=_axis(metric, ends), yaxis={"automargin": True}),
         height_px=90 + 34 * len(drawn),
@@ -252,7 +252,7 @@ def _axis(metric: str, ends: Sequence[Sequence[float]]) -> dict[str, Any]:
 
 
 def _bar(
-    names: Sequence[str], ends: Sequence[Sequence[float]], outer: int, colour: str, width: int
+    names: Sequence[str], ends: Sequence[Sequence[float]], outer: int, width: int
 ) -> dict[str, Any]:
     """Return a line for each setting from one quantile to its opposite."""
     xs: list[float | None] = []
@@ -260,9 +260,8 @@ def _bar(
     for name, values in zip(names, ends, strict=True):
         xs += [values[outer], values[-1 - outer], None]
         ys += [name, name, None]
-    line = {"color": colour, "width": width}
-    common = {"type": "scatter", "mode": "lines", "hoverinfo": "skip", "showlegend": False}
-    return {**common, "x": xs, "y": ys, "line": line}
+    line = {"color": INK, "width": width}
+    return scatter("lines", xs, ys, line=line, hoverinfo="skip", showlegend=False)
 
 
 def _text(drawn: Sequence[Standing], metric: str) -> str:
@@ -281,12 +280,12 @@ def _table(advice: Advice, current: EngineLimits) -> Table:
     rows = tuple(
         (
             Cell(_name(standing, advice, current)),
-            number(standing.quantiles[2], score(metric, standing.quantiles[2])),
+            number(standing.quantiles[2], partial(score, metric)),
             Cell(_between(standing, metric), mark="number"),
-            _chance(standing.p_best),
-            number(standing.loss, _loss(standing.loss)),
-            _chance(standing.p_slo),
-            _chance(standing.p_sustained),
+            number(standing.p_best, "{:.2f}".format),
+            number(standing.loss, _loss),
+            number(standing.p_slo, "{:.2f}".format),
+            number(standing.p_sustained, "{:.2f}".format),
         )
         for standing in advice.standings
     )
@@ -298,10 +297,6 @@ def _table(advice: Advice, current: EngineLimits) -> Table:
     return Table("certainty-table", caption, heads, rows)
 
 
-def _loss(loss: float | None) -> str:
+def _loss(loss: float) -> str:
     """Write what a setting is expected to cost more; what is larger counts as the largest."""
-    return f"{percent(loss)}{' or more' if loss is not None and loss >= MAX_LOSS else ''}"
-
-
-def _chance(share: float | None) -> Cell:
-    return number(share, NOTHING if share is None else f"{share:.2f}")
+    return f"{percent(loss)}{' or more' if loss >= MAX_LOSS else ''}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from tuner.engine.limits import EngineLimits
@@ -15,7 +16,6 @@ from tuner.report.load_curve import load_curve
 from tuner.report.page import page_of
 from tuner.report.parts import Cell, Explorer, Section, Table, heats, number
 from tuner.report.words import (
-    NOTHING,
     counted,
     limits_words,
     metric_name,
@@ -263,18 +263,15 @@ def _current(limits: EngineLimits, surface: Surface) -> str:
 def _figures(reached: Reached, metrics: Sequence[str]) -> list[Cell]:
     """Return all figures of a setting: the metrics, the others, and whether it holds."""
     found = reached.figures or {}
-    used = found.get("utilisation")
     usage = (found.get("kv_cache_usage_perc") or {}).get("max")
     waiting = (found.get("queue_depth") or {}).get("mean")
-    preempted, done = found.get("preemptions"), found.get("completed")
-    values = ((reached.value(metric), metric) for metric in metrics)
     return [
-        *(number(value, quantity(metric, value)) for value, metric in values),
-        number(used, percent(used)),
-        number(usage, percent(usage)),
-        number(waiting, NOTHING if waiting is None else plain(waiting)),
-        number(preempted, NOTHING if preempted is None else f"{preempted:,}"),
-        number(done, NOTHING if done is None else f"{done:,}"),
+        *(number(reached.value(metric), partial(quantity, metric)) for metric in metrics),
+        number(found.get("utilisation"), percent),
+        number(usage, percent),
+        number(waiting, plain),
+        number(found.get("preemptions"), "{:,}".format),
+        number(found.get("completed"), "{:,}".format),
         Cell(reached.fault or HOLDS, reached.fault),
     ]
 
@@ -336,8 +333,8 @@ def _all(explored: Explored) -> Section:
 def _row(load: float, reached: Reached, metrics: Sequence[str]) -> tuple[Cell, ...]:
     cap, budget = reached.limits.max_num_seqs, reached.limits.max_num_batched_tokens
     # Without separators, so that a spreadsheet takes them.
-    limits = (number(cap, str(cap)), number(budget, str(budget)))
-    return (number(load, times(load)), *limits, *_figures(reached, metrics))
+    limits = (number(cap, str), number(budget, str))
+    return (number(load, times), *limits, *_figures(reached, metrics))
 
 
 def _lead_in(window: Window) -> str:

@@ -130,16 +130,12 @@ def _table(which: str, rows: Sequence[SavedStrategy]) -> Table:
 
 def _row(row: SavedStrategy) -> tuple[Cell, ...]:
     measured = row.measurement or {}
-    rate = read_metric(measured, RATE)
     running = (measured.get("running") or {}).get("mean")
     return (
         Cell(row.strategy),
         Cell(str(row.limits)),
-        number(rate, NOTHING if rate is None else plain(rate)),
-        *(
-            number(value, seconds(value))
-            for value in (read_metric(measured, name) for name in _LATENCIES)
-        ),
-        number(running, NOTHING if running is None else plain(running)),
+        number(read_metric(measured, RATE), plain),
+        *(number(read_metric(measured, name), seconds) for name in _LATENCIES),
+        number(running, plain),
         Cell(row.failure or ("queue grew" if measured.get("sustained") is False else "")),
     )

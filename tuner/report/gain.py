@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from tuner.report.parts import (
@@ -16,11 +17,11 @@ from tuner.report.parts import (
     axis,
     layout,
     number,
+    scatter,
 )
 from tuner.report.points import Point
 from tuner.report.run_files import RunFiles, shadow_error
 from tuner.report.words import (
-    NOTHING,
     change,
     counted,
     interval,
@@ -101,14 +102,13 @@ def _meaning(row: MetricChange, wrong: float) -> str:
 def _table(rows: Sequence[MetricChange], meanings: Sequence[str], caption: str) -> Table:
     made = []
     for row, meaning in zip(rows, meanings, strict=True):
-        bounds = row.change_interval
         shown = (
             Cell(metric_name(row.metric)),
-            number(row.before, quantity(row.metric, row.before)),
-            number(row.after, quantity(row.metric, row.after)),
-            number(row.moved_ratio, change(row.moved_ratio)),
-            Cell(interval(bounds) if bounds else NOTHING, mark="number"),
-            number(row.rounds, str(row.rounds) if row.rounds else "predicted"),
+            number(row.before, partial(quantity, row.metric)),
+            number(row.after, partial(quantity, row.metric)),
+            number(row.moved_ratio, change),
+            Cell(interval(row.change_interval), mark="number"),
+            number(row.rounds, lambda rounds: str(rounds) if rounds else "predicted"),
             Cell(meaning),
         )
         made.append(shown)
@@ -120,19 +120,16 @@ def _plot(rows: Sequence[MetricChange], meanings: Sequence[str]) -> Plot:
     shown = rows[::-1]
     names = [metric_name(row.metric) for row in shown]
     percents = [100 * row.moved_ratio for row in shown]
-    trace: dict[str, Any] = {
-        "type": "scatter",
-        "mode": "markers",
-        "x": percents,
-        "y": names,
-        "marker": {
-            "size": 10,
-            "color": [_COLOURS.get(meaning, INK) for meaning in meanings[::-1]],
-        },
-        "error_x": _bars(shown, percents),
-        "hovertemplate": "%{y}: %{x:+.1f}%<extra></extra>",
-        "showlegend": False,
-    }
+    colours = [_COLOURS.get(meaning, INK) for meaning in meanings[::-1]]
+    trace = scatter(
+        "markers",
+        percents,
+        names,
+        marker={"size": 10, "color": colours},
+        error_x=_bars(shown, percents),
+        hovertemplate="%{y}: %{x:+.1f}%<extra></extra>",
+        showlegend=False,
+    )
     zero = {"type": "line", "x0": 0, "x1": 0, "y0": 0, "y1": 1, "yref": "paper"}
     return Plot(
         "gain-plot",

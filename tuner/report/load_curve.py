@@ -15,6 +15,7 @@ from tuner.report.parts import (
     Section,
     axis,
     layout,
+    scatter,
     seconds_axis,
     stacked,
     upright,
@@ -124,38 +125,33 @@ def _curve(
         [str(r.limits), quantity(metric, r.value(metric)), r.fault or "holds"]
         for r in line.reached
     ]
-    return {
-        "type": "scatter",
-        "mode": "lines+markers",
-        "name": line.name,
-        "showlegend": is_named,
-        "x": list(loads),
-        "y": [r.value(metric) for r in line.reached],
-        "yaxis": where,
-        "customdata": texts,
-        "hovertemplate": "%{x:g} \N{MULTIPLICATION SIGN}, %{customdata[0]}: %{customdata[1]}, "
+    symbols = ["circle" if r.holds else "x" for r in line.reached]
+    return scatter(
+        "lines+markers",
+        loads,
+        [r.value(metric) for r in line.reached],
+        name=line.name,
+        showlegend=is_named,
+        yaxis=where,
+        customdata=texts,
+        hovertemplate="%{x:g} \N{MULTIPLICATION SIGN}, %{customdata[0]}: %{customdata[1]}, "
         "%{customdata[2]}<extra></extra>",
-        "line": {"color": line.colour, "width": 2, "dash": line.dash},
-        "marker": {
-            "color": line.colour,
-            "size": 8,
-            "symbol": ["circle" if r.holds else "x" for r in line.reached],
-        },
-    }
+        line={"color": line.colour, "width": 2, "dash": line.dash},
+        marker={"color": line.colour, "size": 8, "symbol": symbols},
+    )
 
 
 def _offered(line: _Line, loads: Sequence[float]) -> dict[str, Any]:
     """Return the offered rate, which a rate reaches where the load is sustained."""
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "name": "offered",
-        "x": list(loads),
-        "y": [(r.figures or {}).get(OFFERED) for r in line.reached],
-        "yaxis": "y3",
-        "hovertemplate": "%{x:g} \N{MULTIPLICATION SIGN}: offered %{y:.3g}/s<extra></extra>",
-        "line": {"color": WORSE, "width": 1.5, "dash": "dot"},
-    }
+    return scatter(
+        "lines",
+        loads,
+        [(r.figures or {}).get(OFFERED) for r in line.reached],
+        name="offered",
+        yaxis="y3",
+        hovertemplate="%{x:g} \N{MULTIPLICATION SIGN}: offered %{y:.3g}/s<extra></extra>",
+        line={"color": WORSE, "width": 1.5, "dash": "dot"},
+    )
 
 
 def _marks(

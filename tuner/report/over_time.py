@@ -20,6 +20,7 @@ from tuner.report.parts import (
     Section,
     axis,
     layout,
+    scatter,
     stacked,
 )
 from tuner.report.run_files import RunFiles
@@ -198,18 +199,17 @@ def _line(line: _Series, spans_s: Sequence[float]) -> dict[str, Any]:
         times += [*hole, *(round(offset_s + i * width_s, 6) for i in range(len(part)))]
         values += [*hole, *part]
         offset_s += _GAP * span_s
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "name": line.name,
-        "x": times,
-        "y": values,
-        "yaxis": "y" if line.panel == 0 else f"y{line.panel + 1}",
-        "line": {"color": line.colour, "width": 1.5, "dash": line.dash, "shape": "hv"},
-        "hovertemplate": f"%{{y:.3g}} {line.name} at %{{x:.4g}} s<extra></extra>",
-        "connectgaps": False,
-        "showlegend": line.panel == 1,
-    }
+    return scatter(
+        "lines",
+        times,
+        values,
+        name=line.name,
+        yaxis="y" if line.panel == 0 else f"y{line.panel + 1}",
+        line={"color": line.colour, "width": 1.5, "dash": line.dash, "shape": "hv"},
+        hovertemplate=f"%{{y:.3g}} {line.name} at %{{x:.4g}} s<extra></extra>",
+        connectgaps=False,
+        showlegend=line.panel == 1,
+    )
 
 
 def _text(replay: ReplayTimelines) -> str:

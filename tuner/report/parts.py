@@ -6,10 +6,12 @@ Plain values without markup: text is escaped where it becomes HTML, in the templ
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, TypeVar
+
+from tuner.report.words import NOTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +96,9 @@ class Section:
     explorer: Explorer | None = None
 
 
-def number(value: float | None, text: str) -> Cell:
-    """Return a cell with a number, which sorts by its value."""
-    return Cell(text, value, "number")
+def number(value: float | None, write: Callable[[Any], str]) -> Cell:
+    """Return a cell with a number as it is written, which sorts by its value."""
+    return Cell(NOTHING if value is None else write(value), value, "number")
 
 
 _Key = TypeVar("_Key")
@@ -203,6 +205,16 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 def _tick(value_s: float) -> str:
     return f"{value_s:g}s" if value_s >= 1 else f"{value_s * 1000:g}ms"
+
+
+def scatter(
+    mode: str,
+    x: Iterable[object],
+    y: Iterable[object],
+    **more: Any,  # noqa: ANN401 - as layout
+) -> dict[str, Any]:
+    """Return a trace of lines or markers."""
+    return {"type": "scatter", "mode": mode, "x": list(x), "y": list(y), **more}
 
 
 def stacked(panels: int) -> list[tuple[float, float]]:

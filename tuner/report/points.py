@@ -11,11 +11,10 @@ from statistics import median
 from typing import Any
 
 from tuner.engine.limits import EngineLimits
-from tuner.report.run_files import live_trials, shadow_trials
 from tuner.report.words import listed
 from tuner.run.result import RunResult
 from tuner.search.objective import RATE
-from tuner.search.trials import Trial, read_metric
+from tuner.search.trials import Trial, predictions, read_metric
 
 # Where a level stands in a recorded measurement, and by which of its statistics.
 _LEVELS = {"gpu_cache_usage_perc": "max", "queue_depth": "mean", "running": "max"}
@@ -69,12 +68,12 @@ def value_of(measurement: Mapping[str, Any], metric: str) -> float | None:
 
 def live_points(result: RunResult) -> list[Point]:
     """Return what was measured live on the run's windows, by limits."""
-    return _points(live_trials(result), is_live=True)
+    return _points([t for t in result.trials if t.phase.is_on_windows], is_live=True)
 
 
 def shadow_points(result: RunResult) -> list[Point]:
-    """Return what was predicted, by limits."""
-    return _points(shadow_trials(result), is_live=False)
+    """Return what was predicted last, by limits."""
+    return _points(predictions(result.trials), is_live=False)
 
 
 def ranked_points(result: RunResult) -> list[Point]:
@@ -84,8 +83,9 @@ def ranked_points(result: RunResult) -> list[Point]:
 
 
 def _points(trials: Sequence[Trial], *, is_live: bool) -> list[Point]:
+    """Return a point of each limits whose replays came to their end, of these replays."""
     by_limits: dict[EngineLimits, list[Mapping[str, Any]]] = {}
-    for trial in trials:
+    for trial in (trial for trial in trials if trial.is_whole):
         by_limits.setdefault(trial.limits, []).append(trial.measurement or {})
     return [
         Point(limits, is_live, tuple(measured))

@@ -23,7 +23,6 @@ from tuner.report.words import percent
 from tuner.run.directory import COMPARE_FILE, RUN_FILE, TIMELINES_FILE
 from tuner.run.records import LimitsRecord
 from tuner.run.result import RunResult, read_result
-from tuner.search.trials import Trial, predictions
 from tuner.shadow.calibration import error_words
 
 T = TypeVar("T")
@@ -107,16 +106,6 @@ def read_run(path: Path) -> RunFiles:
 def _read(path: Path, kind: type[T], missing: T) -> T:
     hint = "the file is damaged, or another version wrote it"
     return read_json(path, kind, hint) if path.is_file() else missing
-
-
-def live_trials(result: RunResult) -> list[Trial]:
-    """Return the trials that replayed the run's windows live, to their end."""
-    return [t for t in result.trials if t.phase.is_on_windows and t.is_whole]
-
-
-def shadow_trials(result: RunResult) -> list[Trial]:
-    """Return what was predicted last."""
-    return [trial for trial in predictions(result.trials) if trial.is_whole]
 
 
 def shadow_error_words(result: RunResult) -> str:

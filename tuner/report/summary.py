@@ -13,7 +13,6 @@ from tuner.replay.slo import Slo
 from tuner.report.parts import Cell, Section, Table, number
 from tuner.report.run_files import RunFiles, shadow_error_words
 from tuner.report.words import (
-    NOTHING,
     change,
     interval,
     limits_words,
@@ -293,10 +292,9 @@ def _in_flight(description: Mapping[str, Any]) -> list[tuple[str, str]]:
     pace_ms = 1000 * float(description.get("seconds_per_output_token") or 0)
     is_recorded = bool(description.get("recorded_ratio"))
     basis = "recorded latencies" if is_recorded else f"at {pace_ms:g} ms per output token"
-    names = {"mean": "mean", "p50": "p50", "p99": "p99", "peak": "peak"}
     return [
-        (f"requests in flight, {name} ({basis})", _number(description, key))
-        for key, name in names.items()
+        (f"requests in flight, {name} ({basis})", _number(description, name))
+        for name in ("mean", "p50", "p99", "peak")
     ]
 
 
@@ -304,10 +302,6 @@ def _lengths(description: Mapping[str, Any]) -> Table:
     rows = []
     for name in ("prompt_tokens", "output_tokens"):
         spread = description.get(name) or {}
-        cells = [number(spread.get(key), _tokens(spread.get(key))) for key in _LENGTHS]
+        cells = [number(spread.get(key), "{:,.0f}".format) for key in _LENGTHS]
         rows.append((Cell(name.replace("_", " ")), *cells))
     return Table("trace-lengths", "Lengths in tokens", ("tokens", *_LENGTHS), tuple(rows))
-
-
-def _tokens(value: object) -> str:
-    return f"{value:,.0f}" if isinstance(value, int | float) else NOTHING

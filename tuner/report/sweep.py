@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from tuner.engine.limits import EngineLimits
@@ -17,6 +18,7 @@ from tuner.report.parts import (
     Section,
     axis,
     layout,
+    scatter,
     seconds_axis,
     stacked,
     upright,
@@ -223,24 +225,21 @@ def _curve(
     metric: str,
 ) -> dict[str, Any]:
     colours = [LIVE if p.is_live else SHADOW for p in points]
-    sentences = [_value_words(metric, value) for value in values]
-    return {
-        "type": "scatter",
-        "mode": "lines+markers",
-        "x": list(places),
-        "y": list(values),
-        "yaxis": where,
-        "customdata": [
-            [str(p.limits), text, p.how] for p, text in zip(points, sentences, strict=True)
+    symbols = ["circle-open" if p.is_cut else "circle" for p in points]
+    write = percent if metric == USAGE else partial(quantity, metric)
+    return scatter(
+        "lines+markers",
+        places,
+        values,
+        yaxis=where,
+        customdata=[
+            [str(p.limits), write(value), p.how]
+            for p, value in zip(points, values, strict=True)
         ],
-        "hovertemplate": "%{customdata[0]}: %{customdata[1]}, %{customdata[2]}<extra></extra>",
-        "line": {"color": colours[0], "width": 2},
-        "marker": {
-            "color": colours,
-            "size": 8,
-            "symbol": ["circle-open" if p.is_cut else "circle" for p in points],
-        },
-    }
+        hovertemplate="%{customdata[0]}: %{customdata[1]}, %{customdata[2]}<extra></extra>",
+        line={"color": colours[0], "width": 2},
+        marker={"color": colours, "size": 8, "symbol": symbols},
+    )
 
 
 def _caps_axis(caps: Sequence[int]) -> dict[str, Any]:
@@ -288,10 +287,6 @@ def _marks(
         # Neighbouring names stand at different heights, so that they do not cover each other.
         notes.append({**place, "text": text, "showarrow": False, "yshift": 13 * level})
     return lines, notes
-
-
-def _value_words(metric: str, value: float | None) -> str:
-    return percent(value) if metric == USAGE else quantity(metric, value)
 
 
 def _text(points: Sequence[Point], latency: str) -> str:

@@ -16,6 +16,7 @@ from tuner.report.parts import (
     Section,
     axis,
     layout,
+    scatter,
     seconds_axis,
 )
 from tuner.report.points import (
@@ -114,49 +115,40 @@ def _cloud(
 ) -> list[dict[str, Any]]:
     if not points:
         return []
-    trace = {
-        "type": "scatter",
-        "mode": "markers",
-        "name": name,
-        "x": [p.needed(RATE) for p in points],
-        "y": [p.needed(latency) for p in points],
-        "customdata": [
-            [str(p.limits), seconds(p.needed(latency)), p.how, quantity(RATE, p.needed(RATE))]
-            for p in points
-        ],
-        "hovertemplate": "%{customdata[0]}: %{customdata[1]}, %{customdata[3]}, "
-        "%{customdata[2]}<extra></extra>",
-        "marker": {"color": colour, "symbol": symbol, "size": 9},
-    }
-    return [trace]
+    words = [
+        [str(p.limits), seconds(p.needed(latency)), p.how, quantity(RATE, p.needed(RATE))]
+        for p in points
+    ]
+    marker = {"color": colour, "symbol": symbol, "size": 9}
+    hover = "%{customdata[0]}: %{customdata[1]}, %{customdata[3]}, %{customdata[2]}"
+    more = {"customdata": words, "hovertemplate": f"{hover}<extra></extra>", "marker": marker}
+    return [_drawn(points, latency, "markers", name=name, **more)]
+
+
+def _drawn(points: Sequence[Point], latency: str, mode: str, **more: Any) -> dict[str, Any]:  # noqa: ANN401 - as layout
+    """Return points as Plotly draws them: their rate to the right, their latency upwards."""
+    rates, latencies_s = ([p.needed(name) for p in points] for name in (RATE, latency))
+    return scatter(mode, rates, latencies_s, **more)
 
 
 def _line(best: Sequence[Point], latency: str) -> list[dict[str, Any]]:
     if len(best) < 2:
         return []
-    trace = {
-        "type": "scatter",
-        "mode": "lines",
-        "name": "frontier",
-        "x": [p.needed(RATE) for p in best],
-        "y": [p.needed(latency) for p in best],
-        "line": {"color": INK, "width": 1.5},
-        "hoverinfo": "skip",
-    }
-    return [trace]
+    line = {"color": INK, "width": 1.5}
+    return [_drawn(best, latency, "lines", name="frontier", line=line, hoverinfo="skip")]
 
 
 def _bounds(slos: Sequence[Slo], points: Sequence[Point]) -> list[dict[str, Any]]:
+    line = {"color": WORSE, "width": 2, "dash": "dash"}
     return [
-        {
-            "type": "scatter",
-            "mode": "lines",
-            "name": f"SLO {metric_name(slo.name)} {seconds(slo.bound_s)}",
-            "x": _rate_range(points),
-            "y": [slo.bound_s, slo.bound_s],
-            "line": {"color": WORSE, "width": 2, "dash": "dash"},
-            "hoverinfo": "name",
-        }
+        scatter(
+            "lines",
+            _rate_range(points),
+            [slo.bound_s, slo.bound_s],
+            name=f"SLO {metric_name(slo.name)} {seconds(slo.bound_s)}",
+            line=line,
+            hoverinfo="name",
+        )
         for slo in slos
     ]
 
@@ -168,19 +160,10 @@ def _ringed(run: RunFiles, points: Sequence[Point], latency: str) -> list[dict[s
         wanted.append((run.shown_as, run.shown, "circle-open", CHOSEN))
     made: list[dict[str, Any]] = []
     for name, limits, symbol, colour in wanted:
-        mine = [p for p in points if p.limits == limits]
-        made.extend(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "name": f"{name} {limits}",
-                "x": [p.needed(RATE)],
-                "y": [p.needed(latency)],
-                "marker": {"color": colour, "symbol": symbol, "size": 17, "line": {"width": 2}},
-                "hoverinfo": "skip",
-            }
-            for p in mine[:1]
-        )
+        marker = {"color": colour, "symbol": symbol, "size": 17, "line": {"width": 2}}
+        more = {"name": f"{name} {limits}", "marker": marker, "hoverinfo": "skip"}
+        if mine := [p for p in points if p.limits == limits][:1]:
+            made.append(_drawn(mine, latency, "markers", **more))
     return made
 
 

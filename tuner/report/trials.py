@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from tuner.report.parts import Cell, Section, Table, number
 from tuner.report.points import value_of
 from tuner.report.run_files import RunFiles
-from tuner.report.words import NOTHING, counted, metric_name, percent, plain, seconds
+from tuner.report.words import counted, metric_name, percent, plain, seconds
 from tuner.run.result import RunResult
 from tuner.search.trials import Trial, read_metric
 
@@ -44,30 +41,20 @@ def _row(result: RunResult, trial: Trial) -> tuple[Cell, ...]:
     measured = trial.measurement or {}
     rates = [read_metric(measured, name) for name in ("requests_per_s", "output_tokens_per_s")]
     latencies = [read_metric(measured, name) for name in _latencies(result)]
-    usage = value_of(measured, "gpu_cache_usage_perc")
     held = [value_of(measured, name) for name in ("running", "queue_depth")]
     why = trial.cause or trial.cut_reason
     return (
-        number(trial.number, str(trial.number)),
+        number(trial.number, str),
         Cell(trial.engine, trial.engine),
         Cell(trial.phase, trial.phase),
-        number(trial.race_round or None, str(trial.race_round or NOTHING)),
-        number(trial.max_num_seqs, str(trial.max_num_seqs)),
-        number(trial.max_num_batched_tokens, f"{trial.max_num_batched_tokens:,}"),
-        *(number(rate, _plain(rate)) for rate in rates),
-        *(number(latency, seconds(latency)) for latency in latencies),
-        number(usage, percent(usage)),
-        _count(measured, "preemptions"),
-        *(number(level, _plain(level)) for level in held),
+        number(trial.race_round or None, str),
+        number(trial.max_num_seqs, str),
+        number(trial.max_num_batched_tokens, "{:,}".format),
+        *(number(rate, plain) for rate in rates),
+        *(number(latency, seconds) for latency in latencies),
+        number(value_of(measured, "gpu_cache_usage_perc"), percent),
+        number(measured.get("preemptions"), "{:,}".format),
+        *(number(level, plain) for level in held),
         Cell(trial.tier[2:], trial.tier),
         Cell(why, why or None),
     )
-
-
-def _plain(value: float | None) -> str:
-    return NOTHING if value is None else plain(value)
-
-
-def _count(measured: Mapping[str, Any], name: str) -> Cell:
-    value = measured.get(name)
-    return number(value, f"{value:,}") if isinstance(value, int) else number(None, NOTHING)

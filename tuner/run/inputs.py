@@ -136,7 +136,7 @@ def _config_values(config: Config) -> tuple[dict[str, object], str]:
         encoded = msgspec.json.encode(values, order="deterministic")
         return values, hashlib.sha256(encoded).hexdigest()
     path = Path(config)
-    values = dict(read_config(path).values)
+    values = read_config(path)
     return values, hashlib.sha256(path.read_bytes()).hexdigest()
 
 

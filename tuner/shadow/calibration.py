@@ -176,9 +176,13 @@ def _by_limits(steps: _Steps) -> dict[EngineLimits, StepColumns]:
 def error_ratio(profile: Profile) -> float:
     """Return how wrong the shadow of a profile is said to be, never below the live noise.
 
-    The worse of two: on the replays that it was fitted to, and on a configuration left out.
+    The worse of two: on the replays that it was fitted to, and on a configuration left out, or
+    on steps left out of a profile that says what is open of what lies beyond those seen.
     """
-    return max(MIN_ERROR_RATIO, profile.metric_error_ratio or 0.0, fit_error_ratio(profile))
+    left_out = profile.fit.heldout_steps_ratio
+    if profile.uncertainty is None:
+        left_out = profile.fit.heldout_config_ratio or left_out
+    return max(MIN_ERROR_RATIO, profile.metric_error_ratio or 0.0, left_out)
 
 
 def error_words(share: str, *, is_derived: bool) -> str:
@@ -239,16 +243,6 @@ class StatedError:
         """Return the error and the caveats for --json."""
         caveats = [{"id": str(c), "text": text} for c, text in self.texts.items()]
         return {"error_ratio": self.wrong_ratio, "caveats": caveats}
-
-
-def fit_error_ratio(profile: Profile) -> float:
-    """Return how wrong models of this kind are on a configuration, or steps, left out.
-
-    What lies beyond the steps that were seen is open in a profile that says what is.
-    """
-    if profile.uncertainty is not None:
-        return profile.fit.heldout_steps_ratio
-    return profile.fit.heldout_config_ratio or profile.fit.heldout_steps_ratio
 
 
 def check_rank_by(profile: Profile) -> None:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from operator import methodcaller
 from typing import Any, Final, Protocol, Self
 
 import numpy as np
@@ -295,11 +296,8 @@ def by_anchor(
     wrong = _wrong_at_a_point(profile, abs(math.log(found.ratio)))
 
     # The point does not tell the host from the device: it is met whichever is the slower one.
-    def slower(model: StepModel) -> StepModel:
-        return model.slower(found.ratio)
-
-    now = corrected(profile, slower, str(anchor), wrong, _narrowed(profile), found.ratio)
-    return now, found
+    slower, by = methodcaller("slower", found.ratio), str(anchor)
+    return corrected(profile, slower, by, wrong, _narrowed(profile), found.ratio), found
 
 
 def _wrong_at_a_point(profile: Profile, moved: float) -> float:
@@ -427,10 +425,7 @@ def by_steps(
     found = StepRatio(count, first, 1 / second - 1, first / second - 1)
     wrong = max(abs(found.off_now), min(profile.metric_error_ratio or math.inf, WRONG_RATIO))
     by = f"{count} recorded steps"
-
-    def scaled(model: StepModel) -> StepModel:
-        return model.scaled(first)
-
+    scaled = methodcaller("scaled", first)
     return corrected(profile, scaled, by, wrong, _narrowed(profile), first), found
 
 

@@ -180,7 +180,7 @@ def _gather(configs: Sequence[StepColumns], ran_with: Sequence[Graphs]) -> tuple
     steps = joined([*configs])
     config = np.repeat(np.arange(len(configs)), np.array([len(c) for c in configs], np.int64))
     took_s = steps.duration_s
-    has_batch = (steps.decode_seqs > 0) | (steps.prefill_tokens > 0)
+    has_batch = steps.has_batch
     wrong = np.flatnonzero(~np.isfinite(took_s) | (took_s < 0) | (has_batch & (took_s == 0)))
     if wrong.size:
         row, which = wrong[0], config[wrong[0]]

@@ -211,9 +211,7 @@ class _FleetSimulation(Simulation):
         w, n = self._prepared, len(self._prepared.trace)
         follows = w.follows if w.is_causal else np.zeros(n + 1, np.int64)
         follows.flags.writeable = False
-        empty = np.empty((0, 2))
-        books = (w.prompts, w.outputs, w.priorities, empty, follows, w.followers, w.pauses_s)
-        return s.Requests(*books, w.targets)
+        return self._requests(np.empty((0, 2)), follows)
 
     def _with_links(self, fleet: Fleet) -> s.Cache:
         """Return a new cache, with the beginnings of prompts if only the router needs them."""

@@ -33,17 +33,15 @@ class PreparedTrace:
     def __init__(self, trace: Trace, plan: ReplayPlan, *, of: Trace | None = None) -> None:
         check_arrivals(trace, plan.load_model)
         self.trace = trace
-        self._of, self._load = trace if of is None else of, plan.load
+        self._of, self._way = trace if of is None else of, _way(trace, plan)
         self.load_model, self.concurrency = plan.load_model, plan.concurrency
         self.batches: StaticBatches | None = plan.batches
         self.prompts = fixed(trace.prompt_tokens, np.int64)
-        self.answer_cap = None if plan.gate is None else plan.gate.max_output_tokens
         self.outputs = fixed(plan.answered_tokens(trace.output_tokens), np.int64)
         self.priorities = fixed(
             np.empty(0) if trace.priorities is None else trace.priorities, np.int64
         )
-        causal = plan.sessions is Sessions.CAUSAL and trace.turns is not None
-        self.is_causal = causal and plan.load_model is LoadModel.OPEN and plan.batches is None
+        self.is_causal = _is_causal(trace, plan)
         self.follows, self.followers, self.pauses_s = self._sessions()
         self.end_s, self.targets = self._targets()
         self._longest: dict[int, tuple[int, int]] = {}
@@ -61,17 +59,7 @@ class PreparedTrace:
 
     def fits(self, trace: Trace, plan: ReplayPlan) -> bool:
         """Whether a replay of the trace by the plan is one of this trace."""
-        causal = plan.sessions is Sessions.CAUSAL and trace.turns is not None
-        return (
-            trace is self._of
-            and plan.load == self._load
-            and plan.load_model is self.load_model
-            and plan.concurrency == self.concurrency
-            and plan.batches == self.batches
-            and (None if plan.gate is None else plan.gate.max_output_tokens) == self.answer_cap
-            and self.is_causal
-            == (causal and plan.load_model is LoadModel.OPEN and plan.batches is None)
-        )
+        return trace is self._of and _way(trace, plan) == self._way
 
     @property
     def arrivals(self) -> int:
@@ -171,6 +159,19 @@ class PreparedTrace:
         begun = np.flatnonzero(np.diff(hashes.offsets) > 0)
         first = hashes.ids[hashes.offsets[begun]]
         return bool(np.unique(first).size < first.size)
+
+
+def _is_causal(trace: Trace, plan: ReplayPlan) -> bool:
+    """Whether turns of the trace wait for answers."""
+    has_turns = plan.sessions is Sessions.CAUSAL and trace.turns is not None
+    return has_turns and plan.load_model is LoadModel.OPEN and plan.batches is None
+
+
+def _way(trace: Trace, plan: ReplayPlan) -> tuple[object, ...]:
+    """Return all of a plan that what is laid out of a trace depends on."""
+    answer_cap = None if plan.gate is None else plan.gate.max_output_tokens
+    arrivals = (plan.load, plan.load_model, plan.concurrency, plan.batches)
+    return (*arrivals, _is_causal(trace, plan), answer_cap)
 
 
 def fixed(column: NDArray[Any], dtype: type) -> NDArray[Any]:

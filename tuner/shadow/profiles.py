@@ -28,7 +28,16 @@ from tuner.errors import Caveat, UsageError
 from tuner.files import UNREADABLE, parse_yaml, write_atomic
 from tuner.redact import redacted, redacted_text
 from tuner.shadow.speed import Uncertainty
-from tuner.shadow.step_model import NO_HOST, TERMS, Factors, FitError, Host, StepModel
+from tuner.shadow.step_model import (
+    NO_HOST,
+    TERMS,
+    Amount,
+    Factors,
+    FitError,
+    Host,
+    Natural,
+    StepModel,
+)
 
 SCHEMA: Final = 4
 """The form of the file; a file of another form is refused, for it may mean other units."""
@@ -48,11 +57,6 @@ _HEADER = """\
 """
 
 
-# No figure of a profile can be negative or endless.
-_Natural = Annotated[int, msgspec.Meta(ge=0)]
-_Amount = Annotated[float, msgspec.Meta(ge=0, le=1.7e308)]  # finite; ge refuses a NaN too
-
-
 @dataclass(frozen=True, slots=True)
 class KvStart:
     """How many KV-cache blocks an engine had that was started with the limits."""
@@ -68,7 +72,7 @@ class Agreement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     vllm_version: str
-    steps: _Natural
+    steps: Natural
     departs: str = ""
 
 
@@ -78,8 +82,8 @@ class Seen(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Beyond either of the two a prediction extends the last slope.
     """
 
-    decode_seqs: _Natural
-    prefill_tokens: _Natural
+    decode_seqs: Natural
+    prefill_tokens: Natural
 
     def beyond_ratio(self, replays: Sequence[StepColumns]) -> float:
         """Return the share of the time of batches that goes to fuller ones, 0 without any."""
@@ -284,7 +288,7 @@ APART_RATIO = 1.5
 # each of 150,000 words beside 140 kB in a model of 7B and 220 kB in one of 70B.
 SEQ_TOKENS = 20
 
-_Made = TypeVar("_Made", EngineLimits, EngineShape, FitError, Uncertainty)
+_Made = TypeVar("_Made", EngineLimits, EngineShape, Uncertainty)
 
 
 class _Record(msgspec.Struct, forbid_unknown_fields=True):
@@ -298,13 +302,13 @@ class _Record(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Limits(_Record):
-    max_num_seqs: _Natural
-    max_num_batched_tokens: _Natural
+    max_num_seqs: Natural
+    max_num_batched_tokens: Natural
 
 
 class _KvStart(_Record):
     limits: _Limits
-    num_blocks: _Natural
+    num_blocks: Natural
 
 
 class _Shape(_Record, rename={"captured_sizes": "captured_sizes_tokens"}):
@@ -313,26 +317,26 @@ class _Shape(_Record, rename={"captured_sizes": "captured_sizes_tokens"}):
     dtype: str
     vllm_version: str
     parallelism: Mapping[str, int]
-    vocab_size: _Natural
-    max_model_len: _Natural
-    block_size: _Natural
+    vocab_size: Natural
+    max_model_len: Natural
+    block_size: Natural
     kv_kind: str
     prefix_caching: bool
     asynchronous: bool
-    captured_sizes: tuple[_Natural, ...]
+    captured_sizes: tuple[Natural, ...]
     scheduler: Mapping[str, bool | int | float | str | None]
     captures_mixed: bool
     kv_groups: tuple[Mapping[str, bool | int | str | None], ...] = ()
-    block_bytes: _Natural = 0
+    block_bytes: Natural = 0
 
 
 class _Host(_Record, rename={"token_s": "token_s_per_token"}):
-    full_s: _Amount
-    mixed_s: _Amount
-    eager_s: _Amount
-    seq_s: _Amount
-    token_s: _Amount
-    spread: _Amount
+    full_s: Amount
+    mixed_s: Amount
+    eager_s: Amount
+    seq_s: Amount
+    token_s: Amount
+    spread: Amount
 
 
 class _StepModel(
@@ -347,44 +351,36 @@ class _StepModel(
         "prefill_context_s": "prefill_context_s_per_token_pair",
     },
 ):
-    token_knots: tuple[_Natural, ...]
-    token_slopes_s: tuple[_Amount, ...]
-    base_s: _Amount
-    seq_s: _Amount
-    eager_s: _Amount
-    prefill_base_s: _Amount
-    decode_context_s: _Amount
-    mixed_context_s: _Amount
-    spread_s: _Amount
-    mixed_spread_s: _Amount
-    prefill_context_s: _Amount
-    tidy_s: _Amount
+    token_knots: tuple[Natural, ...]
+    token_slopes_s: tuple[Amount, ...]
+    base_s: Amount
+    seq_s: Amount
+    eager_s: Amount
+    prefill_base_s: Amount
+    decode_context_s: Amount
+    mixed_context_s: Amount
+    spread_s: Amount
+    mixed_spread_s: Amount
+    prefill_context_s: Amount
+    tidy_s: Amount
     host: _Host | None = None
-    factors: tuple[tuple[_Amount, ...], ...] = Factors().rows
+    factors: tuple[tuple[Amount, ...], ...] = Factors().rows
 
 
 class _Uncertainty(_Record):
     """Directions in which the step model may be off; of the numbers the base64."""
 
     directions: bytes
-    width: _Natural
-    start: _Amount
-
-
-class _Fit(_Record):
-    steps: _Natural
-    step_mape_ratio: _Amount
-    heldout_steps_ratio: _Amount
-    heldout_config_ratio: _Amount | None
-    distorted_ratio: _Amount
+    width: Natural
+    start: Amount
 
 
 class _File(_Record, omit_defaults=True, rename={"shape": "engine"}):
     shape: _Shape
     kv_starts: tuple[_KvStart, ...]
     step_model: _StepModel
-    fit: _Fit
-    metric_error_ratio: _Amount | None
+    fit: FitError
+    metric_error_ratio: Amount | None
     made_at: str
     calibrated_on: tuple[str, ...]
     current_limits: _Limits
@@ -418,7 +414,6 @@ def _record(profile: Profile) -> _File:
             _KvStart.of(start, limits=_Limits.of(start.limits)) for start in profile.kv_starts
         ),
         step_model=_StepModel.of(model, host=host, factors=model.factors.rows),
-        fit=_Fit.of(profile.fit),
         current_limits=_Limits.of(profile.current_limits),
         serve_values=redacted(profile.serve_values),
         uncertainty=uncertainty and _Uncertainty.of(uncertainty),
@@ -437,7 +432,6 @@ def _from_file(found: _File) -> Profile:
         "shape": shape,
         "kv_starts": tuple(starts),
         "step_model": _step_model(found.step_model, shape.graphs),
-        "fit": _made(FitError, found.fit, "fit"),
         "current_limits": _made(EngineLimits, found.current_limits, "current_limits"),
         "uncertainty": uncertainty and _made(Uncertainty, uncertainty, "uncertainty"),
         "variants": {name: _from_file(one) for name, one in found.variants.items()},

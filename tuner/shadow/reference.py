@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 from tuner.engine.compat import serve
 from tuner.engine.compat.core import BatchReader
 from tuner.engine.compat.scheduler import SchedulerCore
-from tuner.engine.guards import ProgressGuard, check_busy, check_idle, check_new_limits
+from tuner.engine.guards import GuardedEngine
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Batch, EngineInfo, Prompt, Step
 from tuner.engine.shape import EngineShape
@@ -55,7 +55,7 @@ class _Sent:
     ends_s: float
 
 
-class ReferenceEngine:
+class ReferenceEngine(GuardedEngine):
     """vLLM's scheduler behind the Engine protocol, with a StepTimer in the model's place.
 
     `timer` may be another one while the engine is idle.
@@ -70,16 +70,10 @@ class ReferenceEngine:
         self._core: SchedulerCore | None = SchedulerCore(shape, ceiling, num_blocks)
         self._core.set_limits(ceiling.max_num_seqs, ceiling.max_num_batched_tokens)
         self._sent: deque[_Sent] = deque()
-        self._progress = ProgressGuard()
         self._batches = BatchReader()
         self._arrived = 0
         self._now_s = 0.0
         self._info = EngineInfo.of_shadow(shape, ceiling, num_blocks)
-
-    @property
-    def info(self) -> EngineInfo:
-        """What is known of the engine that this stands in for."""
-        return self._info
 
     def shape(self) -> EngineShape:
         """Return what the scheduler knows of the engine."""
@@ -91,25 +85,12 @@ class ReferenceEngine:
             raise EngineError("the engine is closed")
         return self._core
 
-    @property
-    def limits(self) -> EngineLimits:
-        """The limits that hold now."""
-        return self._limits
-
-    def set_limits(self, limits: EngineLimits) -> None:
-        """Take new limits. Raises: EngineError while busy or above the ceiling."""
-        check_new_limits(self, limits)
-        self._limits = limits
+    def _take(self, limits: EngineLimits) -> None:
         self._open.set_limits(limits.max_num_seqs, limits.max_num_batched_tokens)
 
-    def reset(self) -> None:
-        """Forget the prefix cache. Raises: EngineError while busy or if vLLM declines."""
-        check_idle(self)
+    def _forget(self) -> None:
         if not self._open.reset_prefix_cache():
             raise EngineError("vLLM could not clear its prefix cache although it is idle")
-
-    def prepare(self, row: int, prompt: Prompt, output_tokens: int) -> None:
-        """Nothing: no time is charged for what happens between two steps."""
 
     def add(self, row: int, prompt: Prompt, output_tokens: int) -> None:
         """Queue a request that answers with exactly output_tokens tokens."""
@@ -128,21 +109,13 @@ class ReferenceEngine:
         """Let go of the scheduler."""
         self._core = None
 
-    def step(self) -> Step:
+    def _turn(self) -> Step:
         """Schedule a batch, and complete the one whose turn it is.
 
         With asynchronous scheduling the next batch is scheduled before the one on its way is
         completed, and the first turn completes none.
-
-        Raises: EngineError.
         """
-        check_busy(self)
-        step = self._turn(self._open)
-        self._progress.check(step)
-        return step
-
-    def _turn(self, core: SchedulerCore) -> Step:
-        began_s = self._now_s
+        core, began_s = self._open, self._now_s
         if core.has_requests():
             scheduled = core.schedule()
             batch = self._batches.read(scheduled)
@@ -161,12 +134,11 @@ class ReferenceEngine:
         """Return a batch at the scheduler's state; the device begins with it once free."""
         core = self._open
         running, waiting = core.counts()
-        usage = 1 - core.free_blocks / core.all_blocks
         took_s = self.timer.tidy_s if batch is None else self.timer.step_s(batch)
         launch_s = 0.0 if batch is None or core.queue_size == 1 else self.timer.launch_s(batch)
         idle_from_s = self._sent[-1].ends_s if self._sent else self._now_s
         ends_s = max(max(idle_from_s, self._now_s) + took_s, self._now_s + launch_s)
-        step = Step(took_s, (), batch, running, waiting, usage, launch_s)
+        step = Step(took_s, (), batch, running, waiting, core.usage, launch_s)
         return _Sent(scheduled, core.sampled(scheduled), step, ends_s)
 
 

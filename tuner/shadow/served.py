@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import methodcaller
 from typing import Any, Final
 
 import numpy as np
@@ -126,10 +127,7 @@ def by_recording(
             profile, ratio, f"recorded tokens take {shown(ratio)} times as long as those"
         )
         wrong = max(wrong, min(profile.metric_error_ratio or math.inf, WRONG_RATIO))
-
-    def served(model: StepModel) -> StepModel:
-        return model.served(best.added_s, best.prefill_ratio)
-
+    served = methodcaller("served", best.added_s, best.prefill_ratio)
     by = f"{limits}, served"
     return corrected(profile, served, by, wrong, profile.uncertainty, ratio), found
 

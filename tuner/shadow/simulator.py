@@ -28,7 +28,7 @@ from tuner.shadow.compiled import warms_up
 from tuner.shadow.prepared import PreparedTrace
 from tuner.shadow.simulated import SimulatedEngine, check_sizes, first_slots
 from tuner.shadow.step_model import StepModel
-from tuner.stats import Floats, WeightedSamples
+from tuner.stats import Floats, Ints, WeightedSamples
 from tuner.traffic.prefixes import HashIds
 from tuner.traffic.traces import Trace
 
@@ -161,21 +161,16 @@ class Simulation:
         return status
 
     def _arrays(self) -> tuple[Any, ...]:
-        w = self._prepared
-        traffic = s.Requests(
-            w.prompts,
-            w.outputs,
-            w.priorities,
-            self._ready,
-            w.follows,
-            w.followers,
-            w.pauses_s,
-            w.targets,
-        )
+        traffic = self._requests(self._ready, self._prepared.follows)
         return (
             *(self._g, self._x, self._w, self._t, self._slots, self._instants, self._refs),
             *(self._answers, self._histograms, self._log, traffic, self._cache),
         )
+
+    def _requests(self, ready: Floats, follows: Ints) -> s.Requests:
+        w = self._prepared
+        books = (w.prompts, w.outputs, w.priorities, ready, follows, w.followers, w.pauses_s)
+        return s.Requests(*books, w.targets)
 
     def _goes_on(self, on_progress: Callable[[Progress], bool] | None) -> bool:
         """Tell how far the replay is; False when the caller or its time ends it."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -35,6 +36,10 @@ SCALARS = (
 """The coefficients that are one number each."""
 
 Knots = tuple[int, ...]
+
+# No figure of a profile can be negative or endless.
+Natural = Annotated[int, msgspec.Meta(ge=0)]
+Amount = Annotated[float, msgspec.Meta(ge=0, le=1.7e308)]  # finite; ge refuses a NaN too
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,15 +205,8 @@ class Host:
 NO_HOST = Host()
 
 
-class _Curves:
-    """Room for the curve; a plain base, so that it is no field of the model."""
-
-    __slots__ = ("_tokens",)
-    _tokens: _Curve
-
-
 @dataclass(frozen=True, slots=True)
-class StepModel(_Curves):
+class StepModel:
     """The seconds that a batch takes; no coefficient is negative.
 
     Time grows piecewise linearly with all the tokens that are computed, decodes and prefills
@@ -243,6 +241,7 @@ class StepModel(_Curves):
     graphs: Graphs = NO_GRAPHS
     factors: Factors = Factors()
     host: Host = NO_HOST
+    _tokens: _Curve = field(init=False, repr=False, compare=False)
 
     @classmethod
     def linear(
@@ -264,10 +263,6 @@ class StepModel(_Curves):
         object.__setattr__(self, "_tokens", _Curve.of(self.token_knots, self.token_slopes_s))
         for name in (*SCALARS, "tidy_s"):
             _check_seconds(name, getattr(self, name))
-
-    def __reduce__(self) -> tuple[type[StepModel], tuple[object, ...]]:
-        """Travel as fields only, and be checked again on arrival."""
-        return type(self), tuple(getattr(self, f.name) for f in fields(self))
 
     def step_s(self, batch: Batch) -> float:
         """Return the seconds that the batch takes; an empty one is a turn to tidy up."""
@@ -374,8 +369,7 @@ TERMS = (*SCALARS, "token_slopes_s")
 """The coefficients that are uncertain each by itself, in the order of `parts_s`."""
 
 
-@dataclass(frozen=True, slots=True)
-class FitError:
+class FitError(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How wrong models of this kind were on steps that they had not seen.
 
     `steps` have a batch; `distorted_ratio` is the share of them set aside as stretched by the
@@ -385,11 +379,11 @@ class FitError:
     from the others; None where none of SEGMENT_STEPS or more can be left out.
     """
 
-    steps: int
-    step_mape_ratio: float
-    heldout_steps_ratio: float
-    heldout_config_ratio: float | None
-    distorted_ratio: float
+    steps: Natural
+    step_mape_ratio: Amount
+    heldout_steps_ratio: Amount
+    heldout_config_ratio: Amount | None
+    distorted_ratio: Amount
 
 
 def loads_of(steps: StepColumns, graphs: Graphs) -> tuple[Floats, Floats]:

@@ -483,7 +483,7 @@ def test_which_engines_restarted_outlives_the_watch(tmp_path: Path) -> None:
         assert store.state.handover is not None
         assert store.state.handover.restarted == ('instance="a"',)
         # As the next process finds it.
-        store.state, message = store.folder.load()
+        store.state, message = store.load()
         assert message == ""
         world.rounds(*[UNCHANGED] * 4)
         assert world.watcher.current == FOUR

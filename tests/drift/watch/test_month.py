@@ -248,7 +248,7 @@ def _killed_in_hook(_: Month, __: World, exit_codes: list[int]) -> None:
 
 def _killed_around_a_save(month: Month, world: World, _: list[int]) -> None:
     left, is_after = [month.rng.randrange(1, 5)], month.rng.random() < 0.5
-    folder = world.watcher.store.folder
+    folder = world.watcher.store
     save = folder.save
 
     def dying(state: Any) -> None:

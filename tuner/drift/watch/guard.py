@@ -23,9 +23,10 @@ slow stays in the old one's; means have no buckets.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from typing import Final
 
 from tuner.engine.limits import EngineLimits
@@ -219,20 +220,14 @@ def longer_queue(
 def bias_of(live: Live, measured: Measurement, old: EngineLimits, wrong_ratio: float) -> Bias:
     """Return how a server does against its prediction, and whether that can be trusted."""
     tail = tail_statistic(min(live.requests, measured.completed))
+    told = partial(_predicted, measured)
     ratios: dict[str, Estimate] = {}
-    for metric, name in ((MEAN, MEAN), (TAIL, tail)):
-        observed, predicted = _observed(live, name), _predicted(measured, name)
-        if observed is None or predicted is None:
-            continue
-        ratios[metric] = _ratio(observed, predicted, metric)
-        if _is_off(ratios[metric], wrong_ratio):
-            was, expected = _latency_text(observed), _latency_text(predicted)
-            took = f"e2e_{name} was {was}, predicted {expected}"
+    for metric, times, took in _beside(
+        live, tail, told, measured.requests_per_s, ("was", "finished")
+    ):
+        if _is_off(times, wrong_ratio):
             return Bias({}, _off(old, took, wrong_ratio))
-    ratios[RATE] = _ratio(_rate(measured.requests_per_s), _rate_of(live), RATE)
-    if _is_off(ratios[RATE], wrong_ratio):
-        took = f"{live.requests_per_s:.3g} requests/s finished, predicted were "
-        return Bias({}, _off(old, f"{took}{measured.requests_per_s:.3g}", wrong_ratio))
+        ratios[metric] = times
     return Bias(ratios)
 
 
@@ -249,30 +244,36 @@ def compared(
     latency, it is compared with its own prediction there.
     """
     tail = tail_statistic(min(live.requests, old.completed, new.completed))
+    told_per_s = min(old.requests_per_s, new.requests_per_s)
     messages = []
-    for metric, name in ((MEAN, MEAN), (TAIL, tail)):
-        observed, predicted = _observed(live, name), _slower(old, new, name)
-        if observed is None or predicted is None:
-            continue
-        times = _ratio(
-            _ratio(observed, predicted, metric), bias.get(metric, _AS_PREDICTED), metric
-        )
-        words = f"e2e_{name} is {_latency_text(observed)}, predicted {_latency_text(predicted)}"
-        if _low(times) > 1 + wrong_ratio:
-            why = f"{words}, on the same {live.requests:,} requests"
-            return GuardDecision(GuardVerdict.WORSE, f"{why}{_allowed(bias, metric)}")
+    for metric, times, words in _beside(
+        live, tail, partial(_slower, old, new), told_per_s, ("is", "finish")
+    ):
+        if _low(_ratio(times, bias.get(metric, _AS_PREDICTED), metric)) > 1 + wrong_ratio:
+            of = "" if metric == RATE else f", on the same {live.requests:,} requests"
+            return GuardDecision(GuardVerdict.WORSE, f"{words}{of}{_allowed(bias, metric)}")
         messages.append(words)
-    predicted_per_s, observed_per_s = (
-        min(old.requests_per_s, new.requests_per_s),
-        _rate_of(live),
-    )
-    times = _ratio(_rate(predicted_per_s), observed_per_s, RATE)
-    words = (
-        f"{observed_per_s.value:.3g} requests/s finish, predicted were {predicted_per_s:.3g}"
-    )
-    if _low(_ratio(times, bias.get(RATE, _AS_PREDICTED), RATE)) > 1 + wrong_ratio:
-        return GuardDecision(GuardVerdict.WORSE, f"{words}{_allowed(bias, RATE)}")
-    return GuardDecision(GuardVerdict.AGREES, "; ".join([*messages, words]))
+    return GuardDecision(GuardVerdict.AGREES, "; ".join(messages))
+
+
+def _beside(
+    live: Live,
+    tail: str,
+    told: Callable[[str], Estimate | None],
+    told_per_s: float,
+    verbs: tuple[str, str],
+) -> Iterator[tuple[str, Estimate, str]]:
+    """Yield each known metric, how many times as slow as predicted it is, and both in words."""
+    does, finish = verbs
+    for metric, name in ((MEAN, MEAN), (TAIL, tail)):
+        observed, predicted = _observed(live, name), told(name)
+        if observed is not None and predicted is not None:
+            was, expected = _latency_text(observed), _latency_text(predicted)
+            words = f"e2e_{name} {does} {was}, predicted {expected}"
+            yield metric, _ratio(observed, predicted, metric), words
+    words = f"{live.requests_per_s:.3g} requests/s {finish}, predicted were {told_per_s:.3g}"
+    # Of a predicted rate chance is that of the live one.
+    yield RATE, _ratio(Estimate(told_per_s, None, None, 1), _rate_of(live), RATE), words
 
 
 def _too_little(sample: GuardSample) -> str:
@@ -316,11 +317,6 @@ def _rate_of(live: Live) -> Estimate:
     n = live.requests
     value, half = live.requests_per_s, 2 / math.sqrt(n)
     return Estimate(value, value * math.exp(-half), value * math.exp(half), n)
-
-
-def _rate(per_s: float) -> Estimate:
-    """Return a predicted rate, in which chance is that of the live one."""
-    return Estimate(per_s, None, None, 1)
 
 
 def _ratio(one: Estimate, other: Estimate, metric: str) -> Estimate:

@@ -20,7 +20,7 @@ from typing import Final, Protocol
 from tuner.drift.watch.guard import SETTLE_RATIO, Guard, GuardVerdict
 from tuner.drift.watch.policy import changed, rolled_back
 from tuner.drift.watch.publish import Publisher, Text
-from tuner.drift.watch.state import RolloutRecord, Stage, StateDir, WatchState
+from tuner.drift.watch.state import RolloutRecord, Stage, StateDir
 from tuner.errors import TunerError, UsageError
 from tuner.files import ChangedMeanwhileError
 
@@ -152,35 +152,11 @@ class Clock(Protocol):
         ...
 
 
-class StateStore:
-    """The watch's state, saved to its folder before it counts."""
-
-    def __init__(self, folder: StateDir, state: WatchState) -> None:
-        self.folder, self.state = folder, state
-
-    def save(self, state: WatchState) -> None:
-        """Save a state, then use it. Raises: UsageError if it cannot be written."""
-        self.folder.save(state)
-        self.state = state
-
-    def update(self, **changes: object) -> None:
-        """Save the state with some of it changed. Raises: UsageError, as `save`."""
-        self.save(replace(self.state, **changes))  # type: ignore[arg-type]
-
-    def save_note(self, state: WatchState) -> None:
-        """Use a state and save it if that can be: counts and words, which nothing rests on.
-
-        Raises: UsageError if it is not on disk.
-        """
-        self.state = state
-        self.folder.save(state)
-
-
 @dataclass(slots=True)
 class Rollout:
     """Brings a change to its end: the file, the hook, the guard."""
 
-    store: StateStore
+    store: StateDir
     publisher: Publisher
     run_hook: RunHook | None
     guard: Guard | None
@@ -234,7 +210,7 @@ class Rollout:
         # The verdict is of another time by now; the next check gives a fresh one.
         self.notify(f"the change to {record.new} was decided but not written: it is dropped")
         self.store.update(handover=None)
-        self.store.folder.forget_traffic_but(self.store.state.traffic)
+        self.store.forget_traffic_but(self.store.state.traffic)
 
     def _write(self, record: RolloutRecord) -> None:
         if not self.publisher.holds(record.new_text):
@@ -253,7 +229,7 @@ class Rollout:
         message = f"{self.publisher.path} was changed by others meanwhile and is left alone"
         self.notify(f"{message}: the {_event(record)} to {record.new} is dropped")
         self.store.update(handover=None)
-        self.store.folder.forget_traffic_but(self.store.state.traffic)
+        self.store.forget_traffic_but(self.store.state.traffic)
 
     def _hand(self, record: RolloutRecord) -> None:
         """Run the hook, and note that the change is made."""
@@ -284,7 +260,7 @@ class Rollout:
             traffic=record.new_traffic,
             handover=guarded,
         )
-        self.store.folder.forget_traffic_but(
+        self.store.forget_traffic_but(
             record.new_traffic, *([record.old_traffic] if stays else [])
         )
 
@@ -340,7 +316,7 @@ class Rollout:
         """Let a change stand."""
         self.notify(f"guard: {message}")
         self.store.update(handover=None, last=replace(self.store.state.last, guard=message))
-        self.store.folder.forget_traffic_but(self.store.state.traffic)
+        self.store.forget_traffic_but(self.store.state.traffic)
 
     def _roll_back(self, record: RolloutRecord, why: str) -> None:
         """Write the old file again, unless others have changed it since."""

@@ -93,11 +93,8 @@ def health(watcher: Watcher, current_of: Callable[[], EngineLimits]) -> dict[str
 class WatchMetrics(Collector):
     """The state as Prometheus's client writes metrics."""
 
-    def __init__(
-        self, watcher: Watcher, current_of: Callable[[], EngineLimits] | None = None
-    ) -> None:
-        self._watcher = watcher
-        self._current_of = current_of or _Current(watcher)
+    def __init__(self, watcher: Watcher, current_of: Callable[[], EngineLimits]) -> None:
+        self._watcher, self._current_of = watcher, current_of
 
     def collect(self) -> Iterable[Metric]:
         """Yield every metric as of now."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from tuner.drift.check import Checked, DriftVerdict, other_limits
-from tuner.drift.watch.handover import Clock, Notify, Rollout, StateStore
+from tuner.drift.watch.handover import Clock, Notify, Rollout
 from tuner.drift.watch.policy import (
     Act,
     ChangeProposal,
@@ -24,7 +24,7 @@ from tuner.drift.watch.policy import (
     next_act,
 )
 from tuner.drift.watch.publish import Reason
-from tuner.drift.watch.state import RolloutRecord
+from tuner.drift.watch.state import RolloutRecord, StateDir
 from tuner.engine.limits import EngineLimits
 from tuner.errors import DefectError, TunerError
 from tuner.files import ExpectedText
@@ -60,7 +60,7 @@ class _CheckedTraffic:
 class Watcher:
     """One configuration in use, and all that it takes to keep it tuned."""
 
-    store: StateStore
+    store: StateDir
     rollout: Rollout
     policy: Policy
     every_s: float
@@ -164,7 +164,7 @@ class Watcher:
         state = self.store.state
         if not state.traffic:
             return None
-        tuned_for, message = self.store.folder.traffic(state.traffic)
+        tuned_for, message = self.store.traffic(state.traffic)
         if message:
             self.notify(f"{message}; comparing with the profile's own traffic")
         return tuned_for
@@ -219,9 +219,9 @@ class Watcher:
         checked, now_s, publisher = result.checked, self.clock.now_s(), self.rollout.publisher
         if checked.best is None:
             return
-        new_traffic = self.store.folder.keep_traffic(self.sketch(result.trace), now_s)
+        new_traffic = self.store.keep_traffic(self.sketch(result.trace), now_s)
         gain = "" if checked.gain is None else checked.gain.text
-        evidence = str(self.store.folder.path)
+        evidence = str(self.store.path)
         reason = Reason(result.trace, current, gain, checked.why, evidence, now_s)
         before = publisher.to_return_to(text_before, current)
         after = publisher.changed(checked.best, reason)
@@ -246,9 +246,10 @@ class Watcher:
         message = redacted_text(error.message)
         last = replace(state.last, error=message, error_s=self.clock.now_s())
         counts = replace(state.counts, errors=state.counts.errors + 1)
-        noted = replace(state, last=last, counts=counts)
+        # Used also where it cannot be saved: nothing rests on counts and words.
+        self.store.state = replace(state, last=last, counts=counts)
         try:
-            self.store.save_note(noted)
+            self.store.update()
         except TunerError as full:
             self.notify(f"error: {full.message}")
 

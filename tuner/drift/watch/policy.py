@@ -18,6 +18,7 @@ what a check looks back at does not bear it out any more.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
@@ -254,11 +255,5 @@ def _unless_waiting(policy: Policy, memory: Memory, now_s: float, *, on_guard: b
     """Return the change, or what still forbids it."""
     if on_guard:
         return Act.GUARDED
-    return Act.TOO_SOON if _waits_s(policy, memory, now_s) > 0 else Act.CHANGE
-
-
-def _waits_s(policy: Policy, memory: Memory, now_s: float) -> float:
-    """Return how long the last change still forbids the next."""
-    if memory.last_change_s is None:
-        return 0.0
-    return memory.last_change_s + policy.min_interval_s - now_s
+    last_s = -math.inf if memory.last_change_s is None else memory.last_change_s
+    return Act.TOO_SOON if last_s + policy.min_interval_s > now_s else Act.CHANGE

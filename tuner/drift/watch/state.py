@@ -121,13 +121,13 @@ class WatchState:
 
 
 class StateDir:
-    """A directory that one watch at a time owns.
+    """A directory that one watch at a time owns, and the state that it goes by.
 
     Raises: UsageError if it cannot be used, or another watch is using it.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.state = path, WatchState()
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = lock(
@@ -172,13 +172,21 @@ class StateDir:
         return state, ""
 
     def save(self, state: WatchState) -> None:
-        """Put the state on disk whole or not at all. Raises: UsageError if it cannot be."""
+        """Put a state on disk whole or not at all, and then go by it.
+
+        Raises: UsageError if it cannot be written.
+        """
         path = self.path / STATE_FILE
         text = msgspec.json.format(msgspec.json.encode(state), indent=1).decode()
         try:
             write_atomic(path, text + "\n", secret=True)
         except UsageError as error:
             raise UsageError(error.message, "free space there; nothing was changed") from error
+        self.state = state
+
+    def update(self, **changes: object) -> None:
+        """Save the state with some of it changed. Raises: UsageError, as `save`."""
+        self.save(replace(self.state, **changes))  # type: ignore[arg-type]
 
     def keep_traffic(self, sketch: TrafficSketch, now_s: float) -> str:
         """Write a sketch beside the state and return its file's name. Raises: UsageError."""

@@ -444,16 +444,15 @@ class BatchReader:
         decodes = [row for row in rows if row.is_decode]
         prefills = [row for row in rows if not row.is_decode]
         contexts = [row.before + row.tokens for row in decodes]
-        context, squares = sum(contexts), sum(at * at for at in contexts)
         return Batch(
             decode_seqs=len(decodes),
             prefill_tokens=sum(row.tokens for row in prefills),
             prefill_seqs=len(prefills),
-            decode_context_tokens=context,
+            decode_context_tokens=sum(contexts),
             prefill_context_tokens=sum(row.attended for row in prefills),
             preempted=len(preempted),
             cached_tokens=sum(row.found for row in rows),
-            decode_spread_tokens=spread_tokens(len(decodes), context, squares),
+            decode_spread_tokens=spread_tokens(contexts),
         )
 
 

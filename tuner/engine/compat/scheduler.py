@@ -243,14 +243,10 @@ class SchedulerCore:
         return int(running), int(waiting)
 
     @property
-    def free_blocks(self) -> int:
-        """Blocks of the KV cache that could be had."""
-        return int(self._pool.get_num_free_blocks())
-
-    @property
-    def all_blocks(self) -> int:
-        """Blocks of the KV cache that can ever be had: vLLM keeps one for itself."""
-        return int(self._pool.num_gpu_blocks) - 1
+    def usage(self) -> float:
+        """The share of the KV cache in use: of all blocks but one, which vLLM keeps."""
+        all_blocks = int(self._pool.num_gpu_blocks) - 1
+        return 1 - int(self._pool.get_num_free_blocks()) / all_blocks
 
     def schedule(self) -> Any:
         """Return vLLM's SchedulerOutput for the next batch."""

@@ -301,16 +301,6 @@ def config_limits(vllm_config: Any, engine_args: Any) -> EngineLimits:
     return EngineLimits(int(seqs), int(named or scheduler.max_num_batched_tokens))
 
 
-def config_max_model_len(vllm_config: Any) -> int:
-    """Return the longest sequence that the model takes, in tokens."""
-    return int(vllm_config.model_config.max_model_len)
-
-
-def config_chunks_prefill(vllm_config: Any) -> bool:
-    """Whether prompts may be computed in chunks; without it the budget bounds prompts."""
-    return bool(vllm_config.scheduler_config.enable_chunked_prefill)
-
-
 def check_generates(vllm_config: Any) -> None:
     """Refuse a model that does not answer a text token by token. Raises: UsageError."""
     model = vllm_config.model_config

@@ -19,7 +19,7 @@ import numpy as np
 from aiohttp.http_exceptions import HttpProcessingError
 
 from tuner.errors import EngineError
-from tuner.replay.arrivals import Arrivals, CausalArrivals, arrivals_of
+from tuner.replay.arrivals import CausalArrivals
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.timeline import Outcome, TimelineRecorder, Timelines
 from tuner.stats import Ints
@@ -134,9 +134,7 @@ class _Client:
     ) -> None:
         self._endpoint, self._trace, self._prompts, self._plan = endpoint, trace, prompts, plan
         self._check, self._on_progress = check, on_progress
-        self._arrivals: Arrivals = arrivals_of(
-            trace, plan.load_model, plan.concurrency, plan.sessions, plan.batches
-        )
+        self._arrivals = plan.arrivals(trace)
         # A next turn's prompt holds the answer before it, and is made once that has ended.
         self._turns = trace.turns if isinstance(self._arrivals, CausalArrivals) else None
         prompts.begin(turns_wait=self._turns is not None)

@@ -14,6 +14,7 @@ import sys
 import time
 import urllib.error
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Final, Self
@@ -122,12 +123,12 @@ class ServerProcess:
             return
         process.terminate()
         try:
-            process.wait(STOP_PATIENCE_S + _POLL_S * 4)
-        except subprocess.TimeoutExpired:
-            pass
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_PATIENCE_S + _POLL_S * 4)
         finally:
             # Engine processes that outlived their parent are of the same group.
-            _signal_group(process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
@@ -177,13 +178,6 @@ def _serve() -> tuple[str, ...]:
     except PackageNotFoundError:
         return ("-m", "vllm.entrypoints.openai.api_server")
     return ("-m", "vllm.entrypoints.cli.main", "serve")
-
-
-def _signal_group(pid: int, number: signal.Signals) -> None:
-    try:
-        os.killpg(pid, number)
-    except ProcessLookupError:
-        return
 
 
 def answers(url: str) -> bool:
