@@ -69,7 +69,7 @@ class PrometheusOptions:
 
         Raises: UsageError for one of its options without it, which no recording is cut by.
         """
-        if params["prometheus"]:
+        if params["prometheus"] is not None:
             return cls.parse(params, params["prometheus"], params["only_model"])
         for name, option in _OF_A_QUERY.items():
             if name in given:

@@ -327,7 +327,8 @@ def test_what_is_predicted_from_a_derived_profile_carries_the_caveat(
     assert f"caveat: {Caveat.DERIVED.text}" in text
     assert f"caveat: {Caveat.PROFILE_FORCED.text}" in text
     assert "on what was measured" not in text
-    assert run([*command, "--json"]) == 0
+    where = ["-o", str(tmp_path / "gate.json")] if "--format" in asked else []
+    assert run([*command, "--json", *where]) == 0
     told = json.loads(capfd.readouterr().out)
     texts = {caveat["id"]: caveat["text"] for caveat in told["caveats"]}
     assert texts["derived"].startswith(f"{Caveat.DERIVED.text}: expect a time per output token")
