@@ -266,7 +266,8 @@ def load_text(
         return ""
     message = f"offered {short(offered_per_s, 2)}/s, finished {short(finished_per_s, 2)}/s"
     if utilisation > 1:
-        return f"{message}: overloaded {short(utilisation, 2)} x"
+        # Two digits of a load that is just missed would say that it is borne.
+        return f"{message}: overloaded {short(utilisation, 3 if utilisation < 1.1 else 2)} x"
     return f"{message}: utilisation {utilisation:.0%}"
 
 
