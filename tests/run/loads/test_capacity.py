@@ -19,16 +19,18 @@ from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.runner import holds
 from tuner.replay.slo import Slo
+from tuner.run.context import Workload
 from tuner.run.loads.capacity import (
     CapacityResult,
     confirm_capacity,
+    draw_capacity,
     predict_capacity,
     tell_headroom,
 )
 from tuner.run.predict import Foretold, Predictions, predict, predict_more
 from tuner.run.sessions.live import Session
 from tuner.run.trial_runner import TrialRunner
-from tuner.search.budget import Budget
+from tuner.search.budget import Aim, Budget
 from tuner.search.objective import Objective, Score, Scoring, Tier
 from tuner.search.race import Odds, RaceDecision, RaceVerdict
 from tuner.search.trials import Phase
@@ -248,6 +250,14 @@ def test_the_capacity_of_one_session_is_how_often_it_is_there() -> None:
     turns = Turns(after, np.where(after >= 0, TRACE.due_s, 0.0))
     found = capacity_of(LARGE, replace(TRACE, turns=turns)).capacity
     assert found in range(1, 6)
+
+
+def test_of_a_batch_that_comes_at_once_a_multiple_is_borne() -> None:
+    """It has no rate, by which the chance of other traffic could be taken out."""
+    aim = Aim(Objective.CAPACITY, (Slo.parse("e2e_p90=9s"),), ReplayPlan(), None)
+    workload = Workload.of_whole(a_trace([0.0] * 60, 50, 20), aim)
+    low, high = not_none(draw_capacity(Predictor(a_profile()), workload, LARGE, 2.0))
+    assert 0 < low <= 2.0 <= high < np.inf
 
 
 def test_a_capacity_that_the_window_cannot_show_is_not_claimed() -> None:

@@ -163,8 +163,8 @@ def _capacities(
 ) -> list[float]:
     """Return how much each draw bears, as a multiple of the recorded load.
 
-    That other traffic comes at another rate by chance is taken out. Where a setting fails,
-    there is none.
+    That other traffic comes at another rate by chance is taken out; requests that all come at
+    once have none. Where a setting fails, there is none.
     """
     possible = drawing.possible(limits, CAPACITY_DRAWS)
     usual_per_s = recorded_per_s(workload.pieces)
@@ -175,7 +175,7 @@ def _capacities(
         found = measure_capacity(at, replays.traffic, workload.plan.load, workload.slos)
         if isinstance(found, Failure):
             return None
-        rate = recorded_per_s(replays.traffic) / usual_per_s
+        rate = recorded_per_s(replays.traffic) / usual_per_s if usual_per_s else 1.0
         return (found.capacity or 0.0) * rate
 
     found = at_once(predictor, workload, bears, possible)
