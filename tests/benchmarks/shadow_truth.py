@@ -39,6 +39,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from truth_figures import at_limits, limits_of, show, summary
 
 from tuner.engine.demo import demo_engine_args
@@ -248,7 +249,7 @@ def run(
         "captured": [len(info.captured_sizes), max(info.captured_sizes, default=0)],
         "has_own_graphs": info.has_own_graphs,
         "asynchronous": info.asynchronous,
-        "fit": asdict(profile.fit),
+        "fit": msgspec.structs.asdict(profile.fit),
         "error_ratio": error_ratio(profile),
         "walls_s": walls,
         "live": {str(limits): [m.as_json() for m in found] for limits, found in live.items()},
