@@ -190,7 +190,7 @@ def _kept(name: str) -> dict[str, Any]:
 
 def bars() -> list[Bar]:
     """Return the three ways, measured in one hour, with restarts in other hours."""
-    one_hour = _kept("_blocks")
+    one_hour = _kept("_spare")
     settings = one_hour["settings"]
 
     def took_s(kept: dict[str, Any], way: str) -> float:
@@ -198,7 +198,10 @@ def bars() -> list[Bar]:
 
     restarts = [
         *(settings * kept["restart_each_s"] for kept in (_kept(""), _kept("_again"))),
-        settings * _kept("_rounds")["restarts_same_hour"]["each_s"],
+        *(
+            settings * _kept(name)["restarts_same_hour"]["each_s"]
+            for name in ("_rounds", "_blocks")
+        ),
     ]
     sweep_s = settings * one_hour["restarts_same_hour"]["each_s"]
     return [
