@@ -40,9 +40,8 @@ _LOGIN_ALONE = re.compile(
 LOGIN_OPTIONS: Final = frozenset({"-u", "--user", "--proxy-user"})
 """Options before a login as `NAME:PASSWORD`. Source: curl, `curl --help auth`."""
 _LOGIN_BEHIND = re.compile(
-    r"(?<![\w-])(?:-u|--(?:proxy-)?user)(?:=|['\"]?,?[ \t]{1,3})['\"]?"
-    r"(?!\d{1,10}:\d{1,10}(?!\w))[^\s:'\",<$=]{1,64}:(?!//)"
-    r"(?P<value>[^\s'\",<$][^\s'\",]{0,255})"
+    rf"(?<![\w-])(?:{'|'.join(sorted(LOGIN_OPTIONS))})(?:=|['\"]?,?[ \t]{{1,3}})['\"]?"
+    r"(?P<login>[^\s'\",<]{3,320})"
 )
 _NAMED = re.compile(
     r"(?P<mark>[?&]|\b)(?P<name>[\w.-]{1,64})="
@@ -145,7 +144,7 @@ def redacted_text(text: str) -> str:
     'api_key=<redacted>, max_num_batched_tokens=512, Authorization: <redacted>'
     """
     text = _AFTER_SCHEME.sub(_without_login, text)
-    text = _LOGIN_ALONE.sub(REDACTED, _LOGIN_BEHIND.sub(_without_value, text))
+    text = _LOGIN_ALONE.sub(REDACTED, _LOGIN_BEHIND.sub(_without_password, text))
     text = _HEADER.sub(_without_value, _without_named(text))
     return _BY_FORM.sub(REDACTED, text)
 
@@ -165,6 +164,13 @@ def _without_login(found: re.Match[str]) -> str:
     """Return a URL's rest without all before its last @, as passwords hold any character."""
     _, at, rest = found.group().rpartition("@")
     return f"://{REDACTED}@{rest}" if at else found.group()
+
+
+def _without_password(found: re.Match[str]) -> str:
+    if not is_login(found["login"]):
+        return found.group()
+    password = found["login"].partition(":")[2]
+    return found.group()[: -len(password)] + REDACTED
 
 
 def _without_named(text: str) -> str:

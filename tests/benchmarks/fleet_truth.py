@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from support.fleet_parts import bursty, planted_fleet, poisson
 from tuner.replay.slo import Slo
-from tuner.run.loads.fleet import FleetAim
+from tuner.run.loads.fleet_plan import FleetAim
 from tuner.traffic.reshape import Router
 
 

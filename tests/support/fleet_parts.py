@@ -12,7 +12,8 @@ from support.profile_parts import PROFILE, SHAPE
 from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import Graphs
 from tuner.replay.plan import ReplayPlan
-from tuner.run.loads.fleet import FleetAim, fewest_replicas, plan_fleet
+from tuner.run.loads.fleet import fewest_replicas, plan_fleet
+from tuner.run.loads.fleet_plan import FleetAim
 from tuner.search.space import SearchSpace
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.step_model import StepModel

@@ -12,7 +12,8 @@ from tuner.engine.limits import EngineLimits
 from tuner.errors import NoFeasibleConfigError, TooFewSamplesError
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.slo import Slo
-from tuner.run.loads.fleet import FleetAim, FleetPlan, plan_fleet
+from tuner.run.loads.fleet import plan_fleet
+from tuner.run.loads.fleet_plan import FleetAim, FleetPlan
 from tuner.search.space import SearchSpace
 from tuner.shadow.predictor import Predictor
 from tuner.traffic.prefixes import HashIds

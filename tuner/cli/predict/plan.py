@@ -14,7 +14,8 @@ from tuner.drift.by_hour import Calendar, Hour, calendar_of, hours_of, parse_off
 from tuner.errors import ShadowError, UsageError
 from tuner.report.words import counted
 from tuner.run.loads.clients import advise
-from tuner.run.loads.fleet import FleetAim, FleetPlan, Way, plan_fleet
+from tuner.run.loads.fleet import plan_fleet
+from tuner.run.loads.fleet_plan import FleetAim, FleetPlan, Way
 from tuner.run.loads.surface import AtLoad, Reached, Surface
 from tuner.search.budget import MIN_REQUESTS
 from tuner.search.objective import RATE, Objective

@@ -51,7 +51,7 @@ class ClientAdvice:
     `most_in_flight` is what they should have in flight together at most: as much as at the
     largest load at which the SLOs hold. `retries` is the share of requests that may be sent
     once more before that load is reached, `too_long` the share that breaks an SLO on an empty
-    engine.
+    engine. `timeout_s` is None where more than one in a hundred has no answer.
 
     Units: requests, seconds, shares. None where no SLO says, or they hold at no load; beside a
         number that is kept in flight whatever the load, for all but `too_long`.
