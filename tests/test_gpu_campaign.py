@@ -142,6 +142,8 @@ def test_a_derived_profile_is_held_to_what_was_measured(
     assert "derived from published tables" in told["origin"]
     assert told["tpot_p50"]["learnt"] == pytest.approx(0.0, abs=1e-6)
     assert 0.03 < told["tpot_p50"]["derived"] < 0.3
+    assert told["tpot_p50"]["learnt apart"] == pytest.approx(0.0, abs=1e-6)
+    assert 0.0 < told["tpot_p50"]["derived apart"] < 0.1  # all steps take as many times as long
     row = campaign._derived_row({"truth-llama": told})
     assert row.startswith("truth-llama: TPOT off ")
     other = stages.derived_against({**result, "device": "a card of its own"}, learnt)

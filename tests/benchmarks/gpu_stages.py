@@ -374,7 +374,8 @@ def derived(campaign: Campaign) -> dict[str, Any]:
 def derived_against(result: dict[str, Any], learnt: Path) -> dict[str, Any]:
     """Return how far off the derived profile of a stage's engine is, by metric.
 
-    Told are errors beside those of the profile that was learnt there.
+    Told are errors beside those of the profile that was learnt there, and how far the errors of
+    settings scatter about what they have in common, in logarithms.
     """
     profile, why = _derived_profile(result)
     if profile is None:
@@ -398,7 +399,12 @@ def derived_against(result: dict[str, Any], learnt: Path) -> dict[str, Any]:
     return {
         "origin": profile.origin,
         **{
-            metric: {"derived": median(of.off), "learnt": median(own[metric].off)}
+            metric: {
+                "derived": median(of.off),
+                "learnt": median(own[metric].off),
+                "derived apart": of.apart,
+                "learnt apart": own[metric].apart,
+            }
             for metric, of in errors.items()
             if of.off and own[metric].off
         },

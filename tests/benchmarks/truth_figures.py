@@ -7,10 +7,11 @@ Pure: kept results in, figures out. Measuring is done by `shadow_truth`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import combinations, permutations
-from statistics import mean, median
+from statistics import mean, median, stdev
 from typing import Any
 
 import numpy as np
@@ -53,12 +54,19 @@ class Errors:
     """By how much predictions and live runs of one metric differ, relative and absolute.
 
     `off` is the shadow's of each setting, `own_off` that of each live run at its own speed,
-    `noise` that of each two live runs of a setting.
+    `noise` that of each two live runs of a setting. `log_ratios` are the shadow's over what is
+    live of each setting.
     """
 
     off: list[float] = field(default_factory=list)
     own_off: list[float] = field(default_factory=list)
     noise: list[float] = field(default_factory=list)
+    log_ratios: list[float] = field(default_factory=list)
+
+    @property
+    def apart(self) -> float | None:
+        """How far settings scatter about what their errors have in common, in logarithms."""
+        return stdev(self.log_ratios) if len(self.log_ratios) > 1 else None
 
 
 def errors(result: dict[str, Any]) -> dict[str, Errors]:
@@ -75,6 +83,7 @@ def errors(result: dict[str, Any]) -> dict[str, Errors]:
                 continue
             of = found[metric]
             of.off.append(abs(predicted / median(real) - 1))
+            of.log_ratios.append(math.log(predicted / median(real)))
             of.noise.extend(abs(a / b - 1) for a, b in combinations(real, 2))
             of.own_off += _own_errors(result, name, metric)
     return found
