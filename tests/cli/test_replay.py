@@ -115,5 +115,8 @@ def test_a_lead_in_comes_before_the_window_and_is_not_counted(
     assert run(["replay", *window, "--lead-in", "2s", *closed]) == 2
     assert "in a closed loop who comes after a lead-in" in capsys.readouterr().err
     # There is no more before the trace begins.
-    longer = replayed(capsys, *window, "--lead-in", "9s")
-    assert longer["ttft_s"] == warm["ttft_s"]
+    asked = replay.make_context("replay", ["--json", *window, "--lead-in", "9s"]).params
+    assert run_replay(ReplayOptions.parse(asked), ToySource()) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)["ttft_s"] == warm["ttft_s"]
+    assert "lead-in: 2 s of the trace come before the window, and no more" in told.err

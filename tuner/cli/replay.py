@@ -150,6 +150,9 @@ class _Job:
         options = self.options
         trace = options.traffic.fitted(self.traffic.trace, facts.max_model_len)
         window = options.traffic.window_of(trace).with_lead_in(options.lead_in_s)
+        if window.lead_in_s < options.lead_in_s:
+            had_s = window.lead_in_s
+            say(f"lead-in: {had_s:g} s of the trace come before the window, and no more")
         return trace, window, options.limits.over(facts.current_limits)
 
     def _with_caveats(

@@ -66,9 +66,9 @@ FEW_STEPS, MANY_STEPS = 16, 64
 INSTANTS, ROUND_S = 6, 10.0
 # Rounds of chosen blocks: no fewer, so that a model is held to what it was not fitted to.
 MIN_ROUNDS, MAX_ROUNDS = 3, 32
-# What a round has to be expected to save, as a share of what the best costs: ours. On 46 planted
-# machines what was chosen after the calibration lost 1.1 % in the mean with this, 1.2 % with a
-# seventh of it, which took 127 s longer, and 1.6 % with half as much more.
+# What a round has to be expected to save, as a share of what the best costs: ours. On 46
+# planted machines what was chosen after the calibration lost 1.1 % in the mean with this, 1.2 %
+# with a seventh of it, which took 127 s longer, and 1.6 % with half as much more.
 WORTH = 0.002
 # How many settings are looked at beside the current one, found by how many draws: ours, it is
 # asked anew after every few seconds of blocks.

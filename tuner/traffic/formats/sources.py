@@ -23,7 +23,7 @@ from typing import IO, Self
 
 import msgspec
 
-from tuner.errors import TraceError
+from tuner.errors import TraceError, UsageError
 from tuner.files import free_bytes, replacing, scratch_folder
 from tuner.traffic.formats.columns import MAX_UNPACKED_BYTES
 from tuner.traffic.formats.native import native_rows
@@ -50,6 +50,8 @@ _FREE_SHARE = 0.9
 
 _SUFFIXES = (".json", ".jsonl", ".csv")
 _PACKED = (".gz", ".zst")
+# What names a file of a format that is read and never written.
+_NOT_LINES = (".csv", ".tsv", ".parquet")
 _COMPANION = "-dataset.json"
 """How a file of lengths ends that belongs to the trace file beside it. Source: ServeGen."""
 
@@ -267,13 +269,19 @@ def write_trace(trace: Trace, path: Path | str | None, *, secret: bool = False) 
 
     A file appears whole or not at all, and with `secret` to its owner alone.
 
-    Raises: UsageError if the file cannot be written.
+    Raises: UsageError if the file cannot be written, or is named as another format is.
     """
     if path is None or path == "-":
         _write(trace, sys.stdout.buffer)
         sys.stdout.buffer.flush()
         return
     target = Path(path)
+    suffixes = [suffix for suffix in target.suffixes if suffix not in _PACKED]
+    if suffixes and suffixes[-1] in _NOT_LINES:
+        raise UsageError(
+            f"{target}: a trace is written as JSON Lines, which its name does not say",
+            "name it .jsonl, or .jsonl.gz or .jsonl.zst to have it packed",
+        )
     hint = "name a file in a folder that exists and may be written to"
     with replacing(target, secret=secret, hint=hint) as file:
         if target.suffix == ".gz":
