@@ -16,6 +16,7 @@ from tuner.cli.console import say, showable
 from tuner.cli.inputs import reading_of
 from tuner.cli.options import Params
 from tuner.errors import UsageError
+from tuner.report.words import counted
 from tuner.run.options import TraceReading
 from tuner.traffic.concurrency import SECONDS_PER_OUTPUT_TOKEN
 from tuner.traffic.describe import describe
@@ -69,7 +70,7 @@ def write_described(trace: Trace, output: str | None, *, secret: bool = False) -
     """
     write_trace(trace, output, secret=secret)
     where = output or "standard output"
-    say(f"{len(trace):,} requests in {trace.duration_s:,.1f} s written to {where}")
+    say(f"{counted(len(trace), 'request')} in {trace.duration_s:,.1f} s written to {where}")
     _say_dropped(trace)
     for line in describe(trace).warnings:
         say(f"warning: {line.text}")
