@@ -66,10 +66,8 @@ FEW_STEPS, MANY_STEPS = 16, 64
 INSTANTS, ROUND_S = 6, 10.0
 # Rounds of chosen blocks: no fewer, so that a model is held to what it was not fitted to.
 MIN_ROUNDS, MAX_ROUNDS = 3, 32
-# What a round has to be expected to save, as a share of what the best costs: ours. On 46
-# planted machines what was chosen after the calibration lost 1.1 % in the mean with this, 1.2 %
-# with a seventh of it, which took 127 s longer, and 1.6 % with half as much more.
-WORTH = 0.002
+# What choosing now may lose, as a share, and what a round has to be expected to save: ours.
+SETTLED, WORTH = 0.002, 0.0003
 # How many settings are looked at beside the current one, found by how many draws: ours, it is
 # asked anew after every few seconds of blocks.
 CONTENDERS, BLOCK_DRAWS = 4, 20
@@ -317,7 +315,7 @@ class Blocks:
                 f"{self.count} blocks: the speed of {len(known)} settings is known to "
                 f"{off:.1%}{f', choosing now loses {loss:.1%}' if loss < math.inf else ''}"
             )
-            is_known = self._asked >= MIN_ROUNDS and self._saved_by_a_round(loss) < WORTH
+            is_known = self._asked >= MIN_ROUNDS and self._is_settled(loss)
             if self._left_s <= 0 or is_known:
                 return
             offered = [o for one in known for o in self._offered(predictor, one)]
@@ -335,9 +333,9 @@ class Blocks:
             if self.runner.engine.restarts_per_config:
                 return  # where every change of limits is a start of its own
 
-    def _saved_by_a_round(self, loss: float) -> float:
-        """Return what another round is expected to save of what choosing now loses."""
-        return saved_by_more(loss, self._asked + 1, 1)
+    def _is_settled(self, loss: float) -> bool:
+        """Whether so little is lost, or another round saves so little, that it is enough."""
+        return loss <= SETTLED or saved_by_more(loss, self._asked + 1, 1) < WORTH
 
     def _contenders(self, predictor: Predictor) -> tuple[list[_Predicted], float]:
         """Return those that could be the best, and the current; what choosing now loses.
