@@ -96,6 +96,37 @@ def test_that_slos_are_met_on_other_hours_too_has_a_probability_of_its_own() -> 
         assert f"P(SLOs met) 1.00 (other hours {odds.p_slo_elsewhere:.2f})" in odds.text
 
 
+def test_a_gain_that_loses_a_little_on_most_other_hours_has_to_be_one_in_the_mean() -> None:
+    """As near overload, where a queue that one of the two builds up costs several times more.
+
+    On 45 of 100 other hours the gain is such that all of them have what was predicted.
+    """
+    told = []
+    for value, slo in ((1.9, None), (1.99, None), (1.9, 0.5)):
+        point = [score(2.0, slo=slo), score(value, slo=slo)]
+        drawn = drawn_of([point[0], point[0]])[None].repeat(DRAWS, axis=0)
+        is_small = np.arange(DRAWS) % 20 < 11
+        gain = (math.log(value / 2.0) - 0.55 * 0.05) / 0.45
+        drawn[:, 1, COST] *= np.exp(np.where(is_small, 0.05, gain))
+        # Beside that it may meet the SLOs less often there.
+        drawn[::7, 1, SLO] *= 3.0
+
+        def others(some: Sequence[EngineLimits], drawn: Floats = drawn) -> Floats:
+            return drawn[:, [(CURRENT, OTHER).index(limits) for limits in some]]
+
+        here = drawn_of(point)[None].repeat(DRAWS, axis=0)
+        found = Draws.of((CURRENT, OTHER), point, here, others, 1000).decide(CURRENT)
+        odds = not_none(found.odds)
+        assert (odds.p_better, odds.p_elsewhere < 0.5) == (1.0, True)
+        told.append((found.verdict, odds.cost_elsewhere, odds.text))
+    (change, cost, text), (small, more, _), (breaks, unknown, other) = told
+    assert (change, small, breaks) == (RaceVerdict.CHANGE, RaceVerdict.KEEP, RaceVerdict.KEEP)
+    assert (cost, unknown) == (pytest.approx(0.956, abs=0.01), None)
+    assert more == pytest.approx(0.997, abs=0.01)
+    assert "P(better) 1.00 (other hours 0.45, 0.96 times the cost in the mean)" in text
+    assert "times the cost" not in other
+
+
 def test_a_few_draws_that_are_far_off_do_not_move_the_gain_out_of_its_interval() -> None:
     """As near overload, where a model a little slower has a tail many times as long."""
     point = [score(2.0), score(1.6)]

@@ -61,10 +61,31 @@ class Judged:
 def is_sure(odds: Odds) -> bool:
     """Whether what the odds are of may replace the current setting.
 
-    A gain must be more likely than not on other traffic of the kind too; bounds that the
-    current one misses are judged on the recorded traffic alone.
+    A gain must be more likely than not on other traffic of the kind too, or be one in the mean:
+    near overload little is lost as often as much is gained. Bounds that the current one misses
+    are judged on the recorded traffic alone.
     """
-    return odds.meets_more or (odds.p_better >= odds.confidence and odds.p_elsewhere >= LIKELY)
+    return odds.meets_more or (odds.p_better >= odds.confidence and _pays_elsewhere(odds))
+
+
+def _pays_elsewhere(odds: Odds) -> bool:
+    if odds.p_elsewhere >= LIKELY:
+        return True
+    return odds.cost_elsewhere is not None and odds.cost_elsewhere <= 1 - TIE_LOSS
+
+
+def mean_cost(pair: Floats, column: int) -> float | None:
+    """Return what the first costs over the second in the mean.
+
+    None where it meets the SLOs in fewer of the draws. Shapes: pair is [draws, 2, 3].
+    """
+    met, its = (pair[:, :, SLO] <= 1.0).sum(axis=0)
+    if met < its:
+        return None
+    ours, theirs = charged(pair, column).T
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = np.nan_to_num(ours / theirs, nan=1.0, posinf=1 + MAX_LOSS)
+    return float(np.minimum(ratios, 1 + MAX_LOSS).mean())
 
 
 def charged(drawn: Floats, column: int, field: Bools | None = None) -> Floats:
@@ -107,7 +128,7 @@ def why_of(odds: Odds, confidence: float, *, is_same: bool, may_rival_be: bool =
     text = f"better with probability {odds.p_better:.2f}"
     if odds.p_better < confidence:
         return f"{text}, which is below {confidence:g}"
-    if odds.p_elsewhere < LIKELY:
+    if not _pays_elsewhere(odds):
         return f"{text} on this traffic, but only {odds.p_elsewhere:.2f} on other of its kind"
     return text
 

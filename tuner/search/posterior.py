@@ -29,6 +29,7 @@ from tuner.search.judging import (
     is_better,
     is_sure,
     losses,
+    mean_cost,
     open_of,
     ratio_of,
     why_of,
@@ -470,6 +471,7 @@ class Draws:
             confidence=confidence,
             open_ratio=open_of(ratio_of(here[:, :, column])),
             p_slo_elsewhere=self._slos_met(elsewhere[:, 0]),
+            cost_elsewhere=mean_cost(elsewhere, column),
         )
 
     def _slos_met(self, drawn: Floats) -> float | None:

@@ -107,7 +107,9 @@ class Odds:
     every SLO, None without any, and sustains the load, None where that does not count: it is
     told under `balanced` alone, and not in a closed loop. `loss` is what keeping the current
     configuration costs in expectation, as a share. `p_elsewhere` is the probability that it is
-    better on other traffic of the kind, `p_slo_elsewhere` that it meets every SLO there.
+    better on other traffic of the kind, `p_slo_elsewhere` that it meets every SLO there, and
+    `cost_elsewhere` what it costs there over the current one in the mean, None where it meets
+    the SLOs less often.
     `meets_more`: it surely keeps bounds that the current configuration does not. `open_ratio`
     is how far off what is known of the two may be on the recorded traffic: half the interval of
     their ratio, None without end. `basis` is what the intervals and probabilities are over, and
@@ -130,6 +132,7 @@ class Odds:
     is_alone: bool = False
     open_ratio: float | None = None
     p_slo_elsewhere: float | None = None
+    cost_elsewhere: float | None = None
 
     @property
     def meets_slos(self) -> bool:
@@ -163,10 +166,21 @@ class Odds:
         if self.rival is not None:
             who, to = f"{self.rival} ", " to whoever is best"
             bounds[:1] = [f"of the current one {bound}" for bound in bounds[:1]]
-        other = _on_other_hours(self.p_elsewhere if self.has_other_traffic else None)
+        other = self._better_elsewhere
         loses = f"loses {self.loss:.1%}{to}" if self.loss < 1 else _times_as_much(self.loss)
         better = f"P({who}better) {self.p_better:.2f}{other}"
         return ", ".join([better, *bounds, f"keeping {loses}"])
+
+    @property
+    def _better_elsewhere(self) -> str:
+        """Say how sure it is on other traffic, and what it costs where that alone is open."""
+        if not self.has_other_traffic:
+            return ""
+        is_open = self.p_elsewhere < LIKELY and self.p_better >= self.confidence
+        if not is_open or self.cost_elsewhere is None:
+            return _on_other_hours(self.p_elsewhere)
+        cost = f"{self.cost_elsewhere:.2f} times the cost in the mean"
+        return f" (other hours {self.p_elsewhere:.2f}, {cost})"
 
 
 def _on_other_hours(chance: float | None) -> str:
