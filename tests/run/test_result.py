@@ -123,7 +123,7 @@ def test_a_kept_run_is_read_whole(demo: dict[str, Any]) -> None:
     whole |= {"nearest": None, "restlessness": None}
     whole["capacity"] = {**demo["capacity"], "interval": None}
     odds = {**demo["recommendation"]["odds"], "rival": None, "is_alone": False}
-    odds |= {"open_ratio": None, "p_slo_elsewhere": None}
+    odds |= {"open_ratio": None, "p_slo_elsewhere": None, "cost_elsewhere": None}
     whole["recommendation"] = {**demo["recommendation"], "odds": odds}
     trace = {**demo["provenance"]["trace"], "predicted": "", "predicted_requests": 0}
     engine = {**demo["provenance"]["engine"], "sampling": ""}
