@@ -99,7 +99,7 @@ def test_without_a_name_the_trace_goes_to_standard_output(
         ("convert prod.jsonl --only-model m", "no model names"),
         ("convert prod.jsonl --max-invalid 2", "needs --skip-invalid"),
         ("convert prod.jsonl -o none/x.jsonl", "cannot be written"),
-        ("convert prod.jsonl -o x.csv.gz", "x.csv.gz: a trace is written as json lines"),
+        ("convert prod.jsonl -o x.CSV.gz", "x.csv.gz: a trace is written as json lines"),
         ("inspect", "missing argument"),
     ],
 )

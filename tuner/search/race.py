@@ -109,15 +109,15 @@ class Odds:
     configuration costs in expectation, as a share. `p_elsewhere` is the probability that it is
     better on other traffic of the kind, `p_slo_elsewhere` that it meets every SLO there, and
     `cost_elsewhere` what it costs there over the current one in the mean, None where it meets
-    the SLOs less often.
-    `meets_more`: it surely keeps bounds that the current configuration does not. `open_ratio`
-    is how far off what is known of the two may be on the recorded traffic: half the interval of
-    their ratio, None without end. `basis` is what the intervals and probabilities are over, and
-    `confidence` what was asked of those of a change.
+    the SLOs less often. `meets_more`: it surely keeps bounds that the current configuration
+    does not. `open_ratio` is how far off what is known of the two may be on the recorded
+    traffic: half the interval of their ratio, None without end. `basis` is what the intervals
+    and probabilities are over, and `confidence` what was asked of those of a change.
 
-    Where the current configuration itself is thought best, `p_better` and `p_elsewhere` are of
-    its `rival`, the likeliest other one to be better, or of nobody where it `is_alone`; the
-    bounds are the current one's, and `loss` is what it costs more than whoever is the best.
+    Where the current configuration itself is thought best, `p_better`, `p_elsewhere` and
+    `cost_elsewhere` are of its `rival`, the likeliest other one to be better, or of nobody
+    where it `is_alone`; the bounds are the current one's, and `loss` is what it costs more than
+    whoever is the best.
     """
 
     p_better: float
@@ -166,9 +166,8 @@ class Odds:
         if self.rival is not None:
             who, to = f"{self.rival} ", " to whoever is best"
             bounds[:1] = [f"of the current one {bound}" for bound in bounds[:1]]
-        other = self._better_elsewhere
         loses = f"loses {self.loss:.1%}{to}" if self.loss < 1 else _times_as_much(self.loss)
-        better = f"P({who}better) {self.p_better:.2f}{other}"
+        better = f"P({who}better) {self.p_better:.2f}{self._better_elsewhere}"
         return ", ".join([better, *bounds, f"keeping {loses}"])
 
     @property

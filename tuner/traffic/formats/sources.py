@@ -276,7 +276,7 @@ def write_trace(trace: Trace, path: Path | str | None, *, secret: bool = False) 
         sys.stdout.buffer.flush()
         return
     target = Path(path)
-    suffixes = [suffix for suffix in target.suffixes if suffix not in _PACKED]
+    suffixes = [suffix.lower() for suffix in target.suffixes if suffix not in _PACKED]
     if suffixes and suffixes[-1] in _NOT_LINES:
         raise UsageError(
             f"{target}: a trace is written as JSON Lines, which its name does not say",
