@@ -14,13 +14,13 @@ import pytest
 from support.optional import not_none
 from support.result_parts import CHANGE, CURRENT, GIVEN, GOAL, MEASURED, WINNER, made
 from tuner.errors import Caveat, UsageError
-from tuner.run.drawing import OWN_SPEED
 from tuner.run.outcome import RunFindings, make_outcome
 from tuner.run.records import OWN_RATIO, Restlessness
 from tuner.run.result import RunResult, read_result
 from tuner.search.objective import Score, Tier
 from tuner.search.race import Odds, RaceVerdict
 from tuner.search.trials import Phase, Trial
+from tuner.shadow.speed import SETTING
 from tuner.stats import Estimate
 
 DEMO_RUN = Path(__file__).parents[2] / "examples" / "demo" / "run"
@@ -166,6 +166,6 @@ def test_a_result_that_no_run_wrote_is_refused(
 def test_of_a_restless_machine_it_is_told_how_much_longer_would_help(
     open_ratio: float | None, spent_s: float, *, is_sure: bool, said: str
 ) -> None:
-    assert pytest.approx(1.645 * math.sqrt(2) * OWN_SPEED, rel=0.01) == OWN_RATIO
+    assert pytest.approx(1.645 * math.sqrt(2) * SETTING, rel=0.01) == OWN_RATIO
     found = Restlessness.of(0.06, open_ratio, spent_s, is_sure=is_sure)
     assert found.text.endswith(said)

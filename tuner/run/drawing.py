@@ -58,12 +58,6 @@ SIFT, SIFTED, FAR, POSSIBLE, SAFE = 0.2, 8, 1.0, 0.5, 1.1
 # Predictions of the same batches that differ by less than this are the same: ours, a tenth of
 # what settings that lose the same may differ by.
 SAME_RATIO = 0.001
-# How far the steps of a setting are off what is learnt of all, in logarithms: ours. On planted
-# machines 1 % between two settings in the middle of 20 cases.
-OWN_SPEED = 0.007
-# The same of step times that were derived from published tables: ours. On an H200 the time per
-# output token of six settings was 5 % off beside each other's, E2E p95 8 % (tests/benchmarks).
-DERIVED_OWN_SPEED = 0.05
 # Of a profile that does not say what it leaves open, the stated error counts as the interval of
 # 90 % of a ratio of two settings: ours, since it is the largest of several medians, and what it
 # has in common cancels. A setting has its share.
@@ -396,8 +390,7 @@ class Drawing:
             times = self._own_times(limits, models, self._own_error)
         else:
             shared = self._shared_models(models)
-            spread = DERIVED_OWN_SPEED if profile.origin else OWN_SPEED
-            times = self._own_times(limits, models, spread)
+            times = self._own_times(limits, models, profile.uncertainty.setting)
         graphs = engine.step_model.graphs  # those of the setting's own start
         return [
             replace(engine, step_model=replace(model.scaled(t), graphs=graphs))

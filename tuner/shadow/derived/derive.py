@@ -28,7 +28,7 @@ from tuner.shadow.derived.tables import Tables
 from tuner.shadow.derived.wanted import Wanted
 from tuner.shadow.fit import fit
 from tuner.shadow.profiles import KvStart, Profile
-from tuner.shadow.speed import Uncertainty
+from tuner.shadow.speed import DERIVED_SETTING, Uncertainty
 from tuner.shadow.step_model import TERMS, Factors, Host
 from tuner.stats import Floats
 
@@ -82,7 +82,7 @@ def derive(wanted: Wanted) -> Profile:
         calibrated_on=(f"{LIBRARY} {version}, {wanted.gpu.name}, vLLM {wanted.gpu.tables}",),
         current_limits=wanted.at,
         serve_values=_serve_values(wanted, shape),
-        uncertainty=Uncertainty.of(_directions()),
+        uncertainty=replace(Uncertainty.of(_directions()), setting=DERIVED_SETTING),
         origin=f"{ORIGIN} ({LIBRARY} {version}, Apache-2.0), not measured",
         doubts=(*config.doubts(), *_doubts(wanted)),
     )
