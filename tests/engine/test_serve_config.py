@@ -93,6 +93,8 @@ def test_a_false_in_a_file_is_the_default_as_for_vllm_serve_and_is_told_once(
         ),
         ("schema: 4\nkv_starts: []\nagreement:\n", "is a profile of this tool"),
         ("objective: balanced\nslo: []\n", "is a preset for --tuning"),
+        ("max_num_batchd_tokens: 8\n", "max-num-batchd-tokens is no whole key of"),
+        ("no-prefix-caching: true\nmax-num-seq: 8\n", "max-num-seq is no whole key of"),
     ],
 )
 def test_a_file_that_vllm_would_misread_is_refused_by_name_and_key(
@@ -266,3 +268,12 @@ def test_the_flags_and_integers_we_list_are_those_of_the_installed_vllm() -> Non
         with pytest.raises((ValueError, argparse.ArgumentTypeError)):
             names[key].type("8192.0")
     assert {"max-num-seqs", "max-num-batched-tokens"} <= {*names}
+
+
+@pytest.mark.engine
+def test_no_key_of_the_installed_vllm_passes_for_a_slip_of_another() -> None:
+    actions = compat._parser()._actions
+    known = {o[2:] for a in actions for o in a.option_strings if o[:2] == "--"}
+    assert len(known) > 100
+    for key in known - {"help"}:
+        assert parse_engine_args([f"{key}=1"]) == {key: 1}

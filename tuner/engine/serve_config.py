@@ -11,6 +11,7 @@ import logging
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -93,6 +94,38 @@ ON_OR_CHOSEN: Final = frozenset(
 
 Source: the switches of vLLM 0.32.0's make_arg_parser whose default is not False.
 """
+
+_READ: Final = (
+    INTEGER_KEYS
+    | FLAGS_WITHOUT_NO
+    | ON_OR_CHOSEN
+    | {
+        "compilation-config",
+        "cudagraph-capture-sizes",
+        "dbo-prefill-token-threshold",
+        "dtype",
+        "enable-expert-parallel",
+        "enforce-eager",
+        "gpu-memory-utilization",
+        "hf-overrides",
+        "kv-cache-dtype",
+        "kv-cache-memory-bytes",
+        "load-format",
+        "max-cudagraph-capture-size",
+        "model",
+        "num-gpu-blocks-override",
+        "quantization",
+        "scheduling-policy",
+        "served-model-name",
+        SPECULATIVE_CONFIG,
+        "tokenizer",
+    }
+)
+"""Keys of which a slip must not pass for a key that nobody here reads.
+
+Ours; no other key of vLLM 0.32.0's make_arg_parser is as near to one of these as `_NEAR`.
+"""
+_NEAR: Final = 0.88
 
 NO_CONFIGURATIONS: Final = {
     "apiVersion": "a Kubernetes manifest",
@@ -453,7 +486,8 @@ def _argument_value(key: str, text: str) -> object:
 
 
 def _check_value(place: str, key: str, value: object) -> None:
-    """Refuse what vLLM would take for something else."""
+    """Refuse what vLLM would take for something else, or would not know."""
+    _check_spelling(place, key)
     if value is None or (isinstance(value, list) and None in value):
         raise UsageError(
             f"{place}: {key} must have a value, got null",
@@ -470,6 +504,20 @@ def _check_value(place: str, key: str, value: object) -> None:
                 f"{place}: {key} cannot be written as JSON: {error}",
                 hint="use text, numbers, true, false, lists and mappings; quote dates",
             ) from None
+
+
+def _check_spelling(place: str, key: str) -> None:
+    """Refuse a slip of a key, or one cut short: without vLLM nobody else reads it."""
+    name = key.removeprefix("no-").partition(".")[0]
+    if name in _READ:
+        return
+    near = [whole for whole in sorted(_READ) if whole.startswith(name)]
+    if len(near) != 1:
+        near = get_close_matches(name, sorted(_READ), n=1, cutoff=_NEAR)
+    for whole in near:
+        raise UsageError(
+            f"{place}: {key} is no whole key of `vllm serve`", hint=f"did you mean {whole}?"
+        )
 
 
 def _limit(values: Mapping[str, object], key: str) -> int | None:
