@@ -106,6 +106,7 @@ def test_a_stage_that_fails_leaves_its_reason(campaign: Any, tmp_path: Path) -> 
     assert "test_gpu_campaign.py" in found["traceback"]
 
 
+@pytest.mark.slow
 def test_a_derived_profile_is_held_to_what_was_measured(
     campaign: Any, stages: Any, tmp_path: Path
 ) -> None:

@@ -137,6 +137,7 @@ def test_slos_are_taken_as_people_type_them(trace: Path) -> None:
     assert typed.method is tuner.Method.LIVE
 
 
+@pytest.mark.slow
 def test_what_is_doubtful_of_an_engine_is_so_of_predictions_from_its_profile(
     tuned: tuple[Path, Told], tmp_path: Path
 ) -> None:
@@ -297,6 +298,7 @@ def test_the_traffic_of_a_run_has_not_drifted_from_itself() -> None:
     assert found.verdict is tuner.DriftVerdict.UNCHANGED
 
 
+@pytest.mark.slow
 def test_what_the_readme_shows_runs(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a toy in vLLM's place and in less time; the text is the README's."""
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)

@@ -157,6 +157,7 @@ def test_a_server_that_does_not_answer_is_known_before_anything_is_predicted(
     assert "127.0.0.1:1/v1/models does not answer" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_no_defect(folder: Path) -> None:
     code = "from tuner.cli import main; main()"
     for words in ("explain", "trace inspect t.jsonl", "trace convert t.jsonl", "--help"):

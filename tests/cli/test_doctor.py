@@ -121,6 +121,7 @@ def test_every_failed_check_says_how_to_mend_it() -> None:
     assert Check("Python", ok=True, found=".".join(map(str, sys.version_info[:3]))) in checks
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_an_installed_vllm_is_examined() -> None:
     parts = {check.name for check in doctor.diagnosis().parts}

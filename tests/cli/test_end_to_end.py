@@ -160,7 +160,6 @@ def asked(port: int, method: str, path: str, body: dict[str, object] | None = No
         connection.close()
 
 
-@pytest.mark.end_to_end
 def test_a_server_started_from_the_file_answers(
     server: tuple[subprocess.Popen[bytes], int], tuned: Path
 ) -> None:

@@ -34,6 +34,7 @@ def tuned(profile: Path, trace: Path, *more: str) -> int:
     return run([*words, "--max-num-seqs", "8", *more])
 
 
+@pytest.mark.slow
 def test_a_profile_knows_how_full_batches_were_seen_and_a_run_beyond_them_says_so(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

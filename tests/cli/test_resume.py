@@ -56,7 +56,7 @@ def arguments_for(trace: Path) -> list[str]:
 def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a trace, a run on it that has ended, and what that wrote."""
     folder = tmp_path_factory.mktemp("ended")
-    arguments = arguments_for(write_trace(folder / "t.jsonl", n=400))
+    arguments = arguments_for(write_trace(folder / "t.jsonl", n=100))
     more = ["--max-num-seqs", "8,16", "--engine-arg", "api-key=sk-secret"]
     assert job_on(ToySource(CROWDED), [*arguments, *more]) == 0
     return folder
@@ -101,6 +101,7 @@ def has_trials(run_dir: Path, least: int) -> bool:
     return len(lines_of(run_dir / "trials.jsonl")) >= least
 
 
+@pytest.mark.slow
 def test_a_run_shares_its_directory_with_none_and_on_ctrl_c_writes_the_best_so_far(
     trace: Path,
 ) -> None:
@@ -125,6 +126,7 @@ def test_a_run_shares_its_directory_with_none_and_on_ctrl_c_writes_the_best_so_f
     assert "interrupted: best so far" in emitted.read_text()
 
 
+@pytest.mark.slow
 def test_a_terminal_that_is_closed_ends_a_run_as_ctrl_c_does(trace: Path) -> None:
     run_dir, (ours, theirs) = trace.parent / "run", pty.openpty()
     started = command(arguments_for(trace), costs=COSTS)

@@ -106,6 +106,7 @@ def test_an_address_that_cannot_be_listened_on_is_reported(tmp_path: Path) -> No
                 pass
 
 
+@pytest.mark.slow
 def test_a_clock_that_is_set_is_no_hang_and_no_clients_keep_a_probe_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,6 +272,7 @@ def test_what_cannot_be_watched_is_reported_at_once(
     assert words in shown.value.message
 
 
+@pytest.mark.slow
 def test_a_run_and_its_result_are_watched_with_the_same_state(home: Path) -> None:
     run_dir = ROOT / "examples" / "demo" / "run"
     kept = home / "best.yaml.watch" / "state.json"

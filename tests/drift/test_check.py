@@ -62,6 +62,7 @@ def test_unchanged_traffic_takes_no_replay() -> None:
     assert (found.verdict, found.exit_code, replays) == (DriftVerdict.UNCHANGED, 0, 0)
 
 
+@pytest.mark.slow
 def test_a_shift_that_the_current_cap_does_not_bear_pays() -> None:
     found, _ = checked(longer_outputs(TODAY), current=2)
     assert (found.verdict, found.exit_code) == (DriftVerdict.PAYS, 10)
@@ -107,6 +108,7 @@ def test_a_shift_that_no_other_cap_serves_better_is_reported_as_such() -> None:
     assert "output_tokens" in found.why
 
 
+@pytest.mark.slow
 def test_a_gain_within_the_shadows_error_does_not_pay() -> None:
     found, _ = checked(longer_outputs(TODAY), current=2, wrong_ratio=50.0)
     assert found.verdict is DriftVerdict.STILL_BEST

@@ -137,6 +137,7 @@ def served() -> object:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("counted_by", ["engine", "usage"])
 def test_whatever_fails_clients_and_application_see_what_they_would_without_a_recorder(
     prod: Path, monkeypatch: pytest.MonkeyPatch, counted_by: str

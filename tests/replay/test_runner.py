@@ -143,6 +143,7 @@ def test_a_ceiling_whose_sequences_do_not_fit_is_lowered_down_to_them(tmp_path: 
     assert runner.ceiling == EngineLimits(256, 1024)
 
 
+@pytest.mark.slow
 def test_an_engine_that_does_not_start_as_it_is_ends_in_its_own_words(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=NO_MEMORY):
         started_below(CudaSource(memory_blocks=100), tmp_path / "log")

@@ -225,6 +225,7 @@ def asked(files: Path, *more: str) -> list[str]:
     return [*words, "--hash-block-size", "64", "--force-profile", *more]
 
 
+@pytest.mark.slow
 def test_a_run_writes_the_knobs_that_pay_and_its_page_shows_them(
     files: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -121,6 +121,7 @@ def test_the_same_seed_makes_the_same_steps_and_another_others() -> None:
     assert one.clock_s != other.clock_s
 
 
+@pytest.mark.slow
 def test_the_truth_has_no_chance_and_lies_at_the_mean_of_the_moods() -> None:
     true = replayed(a_source(None)).steps.duration_s
     assert replayed(a_source(None)).steps.duration_s == true

@@ -178,6 +178,7 @@ def test_a_race_ends_where_no_round_would_tell_and_while_the_cold_engines_still_
     assert run.context.caveats == set()
 
 
+@pytest.mark.slow
 def test_a_round_that_a_worker_made_of_others_is_not_made_again(tmp_path: Path) -> None:
     """It was offered while others were inside; part of it anew would be paired with nothing."""
     with a_run(tmp_path, TRACE, a_space(CURRENT), CROWDED_TOY, is_shared=True) as run:

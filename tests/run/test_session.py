@@ -131,6 +131,7 @@ def test_a_part_of_the_traffic_is_said_and_without_a_file_standard_output_holds_
         assert 0.3 * 14 < shown["requests_per_s"] < 0.7 * 14
 
 
+@pytest.mark.slow
 def test_secrets_reach_the_emitted_file_and_nothing_else(trace: Path, tmp_path: Path) -> None:
     config = tmp_path / "current.yaml"
     config.write_text(f"model: m\napi-key: {SECRETS[0]}\nhf-token: {SECRETS[1]}\nport: 8000\n")

@@ -126,6 +126,7 @@ def test_a_server_that_stays_away_ends_the_run_in_a_sentence(
     assert journal.records() == []
 
 
+@pytest.mark.slow
 def test_a_signal_ends_the_wait(own: PostgresServer) -> None:
     journal = Journal(f"postgresql+psycopg://{own.address}/postgres", "signal")
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

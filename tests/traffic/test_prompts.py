@@ -32,6 +32,7 @@ def a_trace(prompt: list[int], hashes: HashIds | None = None) -> Trace:
 vocabularies = st.integers(min_value=12, max_value=200_000)
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.integers(1, 200), min_size=2, max_size=12),
     vocabularies,
@@ -306,6 +307,7 @@ def test_too_short_a_turn_holds_no_answer_but_what_its_ids_share() -> None:
     assert source.tokens(2)[64:] != source.tokens(1)[64:81]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first_seed", range(0, 400, 100))
 def test_prompts_with_answers_share_a_key_exactly_where_their_tokens_agree(
     first_seed: int,

@@ -117,6 +117,7 @@ flows = st.lists(
 ).filter(lambda readings: any(level for _, level in readings[:-1]))
 
 
+@pytest.mark.slow
 @given(flows, st.floats(0.05, 5))
 def test_as_many_requests_are_drawn_as_a_closed_loop_starts(
     readings: list[tuple[float, int]], life_s: float

@@ -174,6 +174,7 @@ def test_what_cannot_be_planned_is_reported(
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_slos_that_no_load_is_low_enough_for_are_named(
     command: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -186,6 +187,7 @@ def test_slos_that_no_load_is_low_enough_for_are_named(
     assert "no load is low enough" not in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_fleet_is_planned_by_stretches_with_its_cost(
     command: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:

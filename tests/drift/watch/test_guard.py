@@ -516,6 +516,7 @@ def test_replicas_that_restart_once_each_are_no_server_that_keeps_restarting(
         assert world.watcher.current == EIGHT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "words"),
     [

@@ -94,6 +94,7 @@ def seen_since(start_s: float, end_s: float = math.inf) -> Callable[[float, floa
     )
 
 
+@pytest.mark.slow
 def test_one_odd_hour_never_changes_the_file_however_many_checks_see_it(tmp_path: Path) -> None:
     (tmp_path / "best.yaml").write_text(SERVED)
     for began_ago_s in (0.0, 7 * MINUTE_S, HOUR_S):

@@ -103,6 +103,7 @@ def test_the_objective_capacity_ranks_by_it(
     assert min(seen.values(), key=lambda s: s.order).value < seen[SMALL].value
 
 
+@pytest.mark.slow
 def test_where_nothing_meets_the_slos_it_is_the_nearest_whose_load_is_told(
     tmp_path: Path,
 ) -> None:

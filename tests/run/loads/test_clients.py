@@ -92,6 +92,7 @@ def test_where_some_are_not_answered_no_time_out_is_told() -> None:
     assert msgspec.json.decode(kept, type=ClientAdvice) == found
 
 
+@pytest.mark.slow
 def test_requests_that_all_come_at_once_are_tuned_for_without_advice_for_clients(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -120,6 +121,7 @@ def test_where_no_request_is_answered_in_time_it_is_said_how_many_are_lost(
     assert kept["state"] == "failed"
 
 
+@pytest.mark.slow
 def test_where_nothing_meets_the_slos_it_is_said_at_which_load_they_would_hold(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -158,6 +158,7 @@ def test_a_machine_that_is_surely_slower_has_its_replicas_and_its_odds() -> None
     assert [way.name for way in found.ways] == ["fixed"]
 
 
+@pytest.mark.slow
 def test_replicas_serve_what_comes_on_machines_as_wrong_as_stated_as_often_as_told() -> None:
     rng, aim = np.random.default_rng(3), replace(AIM, most=16)
     found = [planted_fleet(rng, poisson, aim, wrong_ratio=0.15, again=20) for _ in range(8)]

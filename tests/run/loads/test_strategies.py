@@ -40,6 +40,7 @@ def test_a_batch_that_does_not_fill_goes_after_the_wait() -> None:
     assert line.sent_s.tolist() == pytest.approx([0.5, 5.5])
 
 
+@pytest.mark.slow
 @given(st.integers(1, 9), st.floats(0, 2), st.integers(0, 3))
 def test_static_batches_lose_no_request_and_never_exceed_their_size(
     size: int, wait_s: float, seed: int

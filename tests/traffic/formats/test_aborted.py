@@ -114,6 +114,7 @@ def test_a_converted_recording_still_says_that_lengths_were_drawn(prod: Path) ->
     assert "clients left; the rest of their" in "\n".join(describe(again).lines())
 
 
+@pytest.mark.slow
 def test_what_is_doubtful_of_a_trace_is_a_caveat_of_the_run_on_it(tmp_path: Path) -> None:
     profile, path = tmp_path / "profile.yaml", tmp_path / "prod.jsonl"
     write_profile(profile, a_profile())

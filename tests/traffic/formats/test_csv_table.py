@@ -226,6 +226,7 @@ def wide(columns: int) -> str:
     return "\n".join([head, *(f"{i},m,5,1,6,API log" + "," * more for i in range(3)), ""])
 
 
+@pytest.mark.slow
 def test_a_small_file_of_very_many_columns_takes_no_memory(tmp_path: Path) -> None:
     said, took_mib = read_alone(written(tmp_path, wide(2003)))
     assert said == "t.csv line 1: must have at most 256 columns, got 2,003"
@@ -330,6 +331,7 @@ bodies = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300, deadline=None
 )

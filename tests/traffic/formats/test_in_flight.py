@@ -219,6 +219,7 @@ headers = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)
 @given(headers, rows | st.binary(max_size=200))
 def test_any_file_gives_columns_or_an_error_of_ours(

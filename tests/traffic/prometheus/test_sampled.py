@@ -237,6 +237,7 @@ def test_requests_in_flight_become_a_closed_loop_trace(url: str, tmp_path: Path)
     assert again.due_s == pytest.approx(trace.due_s, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_more_points_than_prometheus_gives_at_once_are_asked_for_in_turns(url: str) -> None:
     # 14,401 points; Prometheus refuses more than 11,000.
     fine = read(url, "plain", since_s=4 * HOUR_S, step_s=1)
