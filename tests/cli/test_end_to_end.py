@@ -222,8 +222,8 @@ def test_the_mooncake_slice_is_replayed_and_what_is_too_long_is_counted(
     ("argument", "key", "hint"),
     [
         ("--engine-arg=no-such-key=1", "no-such-key", "compare the key with"),
-        ("--engine-arg=block-sise=32", "block-sise", "did you mean block-size?"),
-        ("--variant=big:block-sise=32", "block-sise", "did you mean block-size?"),
+        ("--engine-arg=root-pth=32", "root-pth", "did you mean root-path?"),
+        ("--variant=big:root-pth=32", "root-pth", "did you mean root-path?"),
     ],
 )
 def test_an_engine_argument_that_vllm_does_not_know_is_named(
