@@ -37,9 +37,9 @@ from tuner.shadow.profiles import Profile, write_profile
 from tuner.shadow.step_model import StepModel
 from tuner.traffic.formats import ReadOptions, read_traces
 from tuner.traffic.prefixes import HashIds, offsets_of
-from tuner.traffic.reshape import Router, of_several, thin
+from tuner.traffic.reshape import Router, thin
 from tuner.traffic.sketch import TRAFFIC_FILE, sketch_of, write_sketch
-from tuner.traffic.traces import LoadModel, Trace
+from tuner.traffic.traces import LoadModel, RemarkKind, Trace
 from tuner.traffic.windows import Window, parse_window
 
 BEFORE, TODAY = (busy_traffic(seed, minutes=4, per_s=1.5, output=30.0) for seed in (0, 1))
@@ -419,7 +419,8 @@ def served_by(folder: Path, engines: list[int], *, named: bool) -> str:
             ]
     rows.sort(key=lambda row: row["arrived_at_s"])
     remark = f"{len(engines)} engines are recorded together: tune trace thin --replicas 3"
-    head = {"trace_header": {"version": 1, "clock": "wall", "remarks": [remark]}}
+    said = {"text": remark, "kind": "engines_together"}
+    head = {"trace_header": {"version": 1, "clock": "wall", "remarks": [said]}}
     path = folder / f"fleet-{named}.jsonl"
     path.write_text("".join(f"{json.dumps(row)}\n" for row in (head, *rows)))
     return str(path)
@@ -442,7 +443,7 @@ def test_of_a_recording_of_several_engines_one_engine_s_own_requests_are_judged(
     assert shown["verdict"] == "too little data"
     assert "recorded together: tune trace thin --replicas 3" in shown["why"]
     share = thin(read_traces([together], None, ReadOptions()), 3, Router.LEAST_LOADED, 0, 0.02)
-    assert not of_several(share.notes.remarks)
+    assert not share.notes.told(RemarkKind.ENGINES_TOGETHER)
 
 
 @pytest.mark.slow

@@ -132,7 +132,7 @@ def test_a_recording_of_several_engines_says_so_where_it_is_read(tmp_path: Path)
     engines = read_trace(path).engines
     assert engines is not None
     assert engines.tolist() == [1, 1, 0]
-    (remark,) = (said for said in read_trace(path).notes.remarks if "engines" in said)
+    (remark,) = (said for said in read_trace(path).notes.texts if "engines" in said)
     assert remark.startswith("2 engines are recorded together: tune trace thin --replicas 2")
     assert not RecordedServer("5c0e", engines=1).remarks
 

@@ -48,7 +48,7 @@ def test_spreading_undoes_the_bursts_of_a_coarse_clock(tick_s: float, seed: int)
     moved_s = spread(trace, seed)
     assert moved_s.due_s.tolist() == spread(trace, seed).due_s.tolist()
     assert abs(moved_s.duration_s - trace.duration_s) <= tick_s
-    assert any(f"seed {seed}" in remark for remark in moved_s.notes.remarks)
+    assert any(f"seed {seed}" in remark for remark in moved_s.notes.texts)
 
 
 def test_a_fine_clock_is_not_spread() -> None:

@@ -17,10 +17,10 @@ from tuner.drift.retune import RetuneOptions
 from tuner.errors import UsageError
 from tuner.search.objective import Objective
 from tuner.search.space import DEFAULT_LADDER
-from tuner.traffic.resample import at_load, load_missed
+from tuner.traffic.resample import at_load
 from tuner.traffic.reshape import of_middle_engine
 from tuner.traffic.sketch import TrafficSketch, sketch_of
-from tuner.traffic.traces import TooLong, Trace
+from tuner.traffic.traces import RemarkKind, TooLong, Trace
 
 
 def retune_of(params: Params) -> RetuneOptions:
@@ -120,9 +120,9 @@ def _current(options: CheckOptions, *, is_closed: bool) -> tuple[Trace, TrafficS
         trace = replace(trace, notes=trace.notes.with_remark(remark))
         drawn_s = server.step_s
         for remark in trace.notes.remarks:
-            say(remark)
+            say(remark.text)
     if traffic.load != 1:
         trace = at_load(trace, traffic.load)
-        if missed := load_missed(trace.notes.remarks):
+        for missed in trace.notes.told(RemarkKind.LOAD_MISSED):
             say(missed)
     return trace, sketch_of(trace, drawn_s)

@@ -37,8 +37,8 @@ from tuner.shadow.profiled import ProfiledEngine
 from tuner.shadow.profiles import Profile, read_profile
 from tuner.traffic.describe import LARGEST_CAP
 from tuner.traffic.formats import ReadOptions, TimeUnit
-from tuner.traffic.resample import at_load, load_missed
-from tuner.traffic.traces import Aborted, LoadModel, TooLong, Trace, ZeroOutput
+from tuner.traffic.resample import at_load
+from tuner.traffic.traces import Aborted, LoadModel, RemarkKind, TooLong, Trace, ZeroOutput
 from tuner.traffic.windows import Window, WindowChoice, whole
 
 WHERE_PROFILES_ARE = "every live run writes profile.yaml into its run directory"
@@ -186,7 +186,7 @@ def announce(traffic: Traffic, *, is_demo: bool = False) -> None:
 def say_missed(trace: Trace, loads: Iterable[float]) -> None:
     """Say which loads of a trace its whole sessions do not come to. Raises: UsageError."""
     for load in loads:
-        if missed := load_missed(at_load(trace, load).notes.remarks):
+        for missed in at_load(trace, load).notes.told(RemarkKind.LOAD_MISSED):
             say(missed)
 
 

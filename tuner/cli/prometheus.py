@@ -17,7 +17,7 @@ from tuner.traffic.prometheus.readings import Scraped, Selection
 from tuner.traffic.prometheus.replicas import one_replica
 from tuner.traffic.prometheus.token_times import TokenTimes, token_times
 from tuner.traffic.sampling import MAX_REQUESTS
-from tuner.traffic.traces import Trace
+from tuner.traffic.traces import Remark, Trace
 
 _OF_A_QUERY: Final = {
     "since": "--since",
@@ -107,7 +107,7 @@ class PrometheusOptions:
 
     def of_one_replica(
         self, since_s: float | None = None, until_s: float | None = None
-    ) -> tuple[Self, str]:
+    ) -> tuple[Self, str | Remark]:
         """Return the same of one replica, with what to say of it, empty where there is one.
 
         Of several engines that served at once it is the one with the middle load.

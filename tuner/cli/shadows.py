@@ -21,7 +21,7 @@ from tuner.replay.runner import Failure
 from tuner.traffic.prometheus import another_load
 from tuner.traffic.prometheus.live import Live
 from tuner.traffic.sketch import TrafficSketch, sketch_of
-from tuner.traffic.traces import Trace
+from tuner.traffic.traces import Remark, Trace
 from tuner.traffic.windows import whole
 
 MAX_WATCHED_REQUESTS: Final = 2_000_000
@@ -40,7 +40,7 @@ class PrometheusTraffic:
     seed: int
     clock: Clock
     is_closed: bool
-    remark: str = ""
+    remark: str | Remark = ""
 
     def of_one_replica(self, start_s: float, end_s: float) -> PrometheusTraffic:
         """Return the same of the replica that stands for all between two Unix times.
@@ -127,7 +127,7 @@ def _of_one(one: Live, fleet: Live) -> Live:
 
 def _unlike(trace: Trace, predicted: Measurement | Failure) -> str:
     """Say why a prediction of traffic is none of what the server served, or nothing."""
-    if missed := another_load(trace.notes.remarks):
+    if missed := another_load(trace.notes):
         return missed
     if not isinstance(predicted, Measurement):
         return ""

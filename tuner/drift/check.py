@@ -34,9 +34,8 @@ from tuner.shadow.profiled import ProfiledEngine
 from tuner.stats import Estimate
 from tuner.traffic.describe import hits_differ, reused_tokens
 from tuner.traffic.prometheus import known_in_part
-from tuner.traffic.reshape import of_several, of_the_middle
 from tuner.traffic.sketch import TrafficSketch
-from tuner.traffic.traces import Trace
+from tuner.traffic.traces import RemarkKind, Trace
 from tuner.traffic.windows import Window
 
 
@@ -203,7 +202,8 @@ def check_traffic(
 
     Raises: ShadowError if the profile does not fit here; TooFewSamplesError; UsageError.
     """
-    partial = of_several(trace.notes.remarks) or known_in_part(trace.notes.remarks)
+    together = trace.notes.told(RemarkKind.ENGINES_TOGETHER)
+    partial = together[0] if together else known_in_part(trace.notes)
     drift = Drift((), (), partial) if partial else drift_between(*sketches, options.seed)
     values = engine_of_profile(baseline.profile, config).values
     engine = ProfiledEngine(baseline.profile)
@@ -216,8 +216,9 @@ def check_traffic(
         found = _predicted(
             drift, retune_on(trace, baseline, served, config, options, note), note
         )
-    middle = of_the_middle(trace.notes.remarks)
-    return replace(found, why=f"{found.why}; of {middle}") if middle else found
+    for middle in trace.notes.told(RemarkKind.MIDDLE_ENGINE)[:1]:
+        found = replace(found, why=f"{found.why}; of {middle}")
+    return found
 
 
 def _predicted(drift: Drift, ready: Ready, note: Callable[[str], None]) -> Checked:

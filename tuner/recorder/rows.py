@@ -93,14 +93,15 @@ class RecordedServer:
         return lacking
 
     @property
-    def remarks(self) -> list[str]:
-        """What a reader of the trace is told beside."""
+    def remarks(self) -> list[dict[str, str]]:
+        """What a reader of the trace is told beside, and decides by."""
         if self.engines < 2:
             return []
-        return [
+        text = (
             f"{self.engines} engines are recorded together: tune trace thin --replicas "
             f"{self.engines} gives one of them its share"
-        ]
+        )
+        return [{"text": text, "kind": "engines_together"}]
 
 
 def header_line(source: RecordedServer) -> bytes:

@@ -20,9 +20,8 @@ from tuner.traffic.concurrency import (
     in_flight_shares,
 )
 from tuner.traffic.prefixes import HashIds
-from tuner.traffic.resample import load_missed
 from tuner.traffic.reshape import MANY_ROWS, clock_tick_s, tied_ratio
-from tuner.traffic.traces import Trace, counts_text
+from tuner.traffic.traces import Remark, RemarkKind, Trace, counts_text
 
 _UNIFORM_SPREAD = 1.1
 """Ours: p90 within 10 % of p10; the narrowest public trace has a ratio above 5."""
@@ -99,8 +98,9 @@ def _aborted_warning(trace: Trace) -> TraceWarning | None:
     )
 
 
-def _remark_warning(remark: str) -> TraceWarning:
-    return TraceWarning(Caveat.LOAD_MISSED if load_missed([remark]) else "remark", remark)
+def _remark_warning(remark: Remark) -> TraceWarning:
+    is_missed = remark.kind is RemarkKind.LOAD_MISSED
+    return TraceWarning(Caveat.LOAD_MISSED if is_missed else "remark", remark.text)
 
 
 def _order_warning(trace: Trace) -> TraceWarning | None:

@@ -17,7 +17,7 @@ from tuner.errors import TooFewSamplesError, UsageError
 from tuner.files import free_bytes
 from tuner.stats import Floats, Ints
 from tuner.traffic.prefixes import GOLDEN, HashIds, mixed
-from tuner.traffic.traces import Trace, Turns, rows_of
+from tuner.traffic.traces import Remark, RemarkKind, Trace, Turns, rows_of
 
 # Copies lie this far from each other, or evenly in a trace too short for it: ours, longer than
 # bursts and answers last, and short against the hours over which traffic changes.
@@ -37,7 +37,6 @@ CLOSE, MISSED = 0.01, 0.1
 # Bytes of memory that copies take while they are made, for each request and each id of a block:
 # ours, 168 and 50 were measured on 2 million named requests, and of 20 ids each.
 REQUEST_BYTES, ID_BYTES = 170, 50
-_ASKED = "was asked for:"
 
 
 def at_load(trace: Trace, load: float) -> Trace:
@@ -90,11 +89,6 @@ def multiple_of(traces: Sequence[Trace]) -> float:
     return float(amounts.sum() / (amounts / found).sum())
 
 
-def load_missed(remarks: Sequence[str]) -> str:
-    """Return the remark that tells of another load than was asked for, or nothing."""
-    return next((remark for remark in remarks if _ASKED in remark), "")
-
-
 def _multiple(trace: Trace) -> float:
     whole = trace.recorded
     if whole is None:
@@ -109,16 +103,19 @@ def _amount(trace: Trace) -> float:
     return float(trace.measured) if flow is None else flow.mean or 1.0
 
 
-def _remark(trace: Trace, asked: float, found: float) -> str:
+def _remark(trace: Trace, asked: float, found: float) -> Remark:
     """Return the remark on what a load came to, of so much that was asked for."""
     said = "times the recorded load, in the same time"
     if found == asked:
-        return f"{asked:g} {said}"
+        return Remark(f"{asked:g} {said}")
     said = f"{found:.3g} {said}"
     if math.isclose(found, asked, rel_tol=MISSED):
-        return f"{said} ({asked:g} was asked for)"
+        return Remark(f"{said} ({asked:g} was asked for)")
     what = "sessions" if trace.concurrency is None else "requests in flight"
-    return f"{said}, where {asked:g} {_ASKED} whole {what} come no closer"
+    return Remark(
+        f"{said}, where {asked:g} was asked for: whole {what} come no closer",
+        RemarkKind.LOAD_MISSED,
+    )
 
 
 def _check_room(trace: Trace, load: float) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 from tuner.errors import TraceError, UsageError
 from tuner.stats import Floats, Ints
 from tuner.traffic.prefixes import HashIds, offsets_of
-from tuner.traffic.traces import ClockOrigin, ReadNotes, Trace, Turns
+from tuner.traffic.traces import ClockOrigin, ReadNotes, Remark, RemarkKind, Trace, Turns
 
 
 def merge(traces: Sequence[Trace], starts_s: Sequence[float] | None = None) -> Trace:
@@ -312,11 +312,6 @@ def thin(
     return replace(trace.slice_rows(rows), notes=notes)
 
 
-# How the recorder says that several engines are in one recording.
-_TOGETHER = "engines are recorded together:"
-_MIDDLE = "engines served at once:"
-
-
 def of_middle_engine(trace: Trace) -> Trace:
     """Return the requests of the engine with the middle load, where rows name several.
 
@@ -335,31 +330,19 @@ def of_middle_engine(trace: Trace) -> Trace:
     return replace(trace.slice_rows(mine), notes=notes, engines=None)
 
 
-def on_the_middle(engines: float, name: str, low: float, high: float) -> str:
+def on_the_middle(engines: float, name: str, low: float, high: float) -> Remark:
     """Return who of several engines stands for them, and between which multiples they lie."""
-    return (
-        f"{engines:.3g} {_MIDDLE} this is the one with the middle load, {name}; they finished "
-        f"{low:.2g} to {high:.2g} times as many requests each"
+    return Remark(
+        f"{engines:.3g} engines served at once: this is the one with the middle load, {name}; "
+        f"they finished {low:.2g} to {high:.2g} times as many requests each",
+        RemarkKind.MIDDLE_ENGINE,
     )
-
-
-def of_the_middle(remarks: Sequence[str]) -> str:
-    """Return the remark on who of several engines stands for them; empty of one alone."""
-    return next((remark for remark in remarks if _MIDDLE in remark), "")
-
-
-def of_several(remarks: Sequence[str]) -> str:
-    """Return that a recording is of several engines together; empty of one alone.
-
-    >>> of_several(["2 engines are recorded together: tune trace thin --replicas 2 does"])
-    '2 engines are recorded together: tune trace thin --replicas 2 does'
-    """
-    return next((remark for remark in remarks if _TOGETHER in remark), "")
 
 
 def _thinned(notes: ReadNotes, gone: int) -> ReadNotes:
     """Return the notes of a share: of answers cut short it has as many in a hundred."""
-    notes = replace(notes, remarks=tuple(r for r in notes.remarks if _TOGETHER not in r))
+    others = (r for r in notes.remarks if r.kind is not RemarkKind.ENGINES_TOGETHER)
+    notes = replace(notes, remarks=tuple(others))
     kept = notes.rows - sum(notes.dropped.values())
     aborted = round(notes.aborted * (kept - gone) / kept) if kept > 0 else notes.aborted
     return replace(notes.with_dropped("sent to other replicas", gone), aborted=aborted)

@@ -22,21 +22,47 @@ from tuner.traffic.concurrency import Concurrency, in_flight_steps
 from tuner.traffic.prefixes import HashIds
 
 
+class RemarkKind(StrEnum):
+    """What a remark on a trace decides beside being told; a native file keeps the words."""
+
+    TOLD = ""
+    KNOWN_IN_PART = "known_in_part"
+    PREFIX_HITS_MISSED = "prefix_hits_missed"
+    ENGINES_ADDED_UP = "engines_added_up"
+    SUMS_OVER_SERVERS = "sums_over_servers"
+    ENGINES_TOGETHER = "engines_together"
+    MIDDLE_ENGINE = "middle_engine"
+    LOAD_MISSED = "load_missed"
+
+
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """A sentence for the reader of a description, and what is decided by it."""
+
+    text: str
+    kind: RemarkKind = RemarkKind.TOLD
+
+    @classmethod
+    def of(cls, remark: str | Remark) -> Remark:
+        """Return a remark; of a text alone nothing is decided."""
+        return cls(remark) if isinstance(remark, str) else remark
+
+
 @dataclass(frozen=True, slots=True)
 class ReadNotes:
     """What reading did: rows read, rows sorted, rows dropped or clipped by reason.
 
-    `remarks` are sentences for the reader of a description: what was spread, sampled, merged,
-    or is not in the recording at all. `aborted` counts answers that were cut short as their
-    clients left, and whose length is therefore drawn or too short. `sampled_from` names the
-    source of a trace that was drawn at random from aggregates; empty for a recording.
+    `remarks` say what was spread, sampled, merged, or is not in the recording at all.
+    `aborted` counts answers that were cut short as their clients left, and whose length is
+    therefore drawn or too short. `sampled_from` names the source of a trace that was drawn at
+    random from aggregates; empty for a recording.
     """
 
     rows: int = 0
     moved: int = 0
     dropped: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     clipped: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
-    remarks: tuple[str, ...] = ()
+    remarks: tuple[Remark, ...] = ()
     sampled_from: str = ""
     aborted: int = 0
 
@@ -57,11 +83,21 @@ class ReadNotes:
         """Return the notes with `count` more rows clipped for `reason`."""
         return replace(self, clipped=_add(self.clipped, reason, count))
 
-    def with_remark(self, remark: str) -> ReadNotes:
+    def with_remark(self, remark: str | Remark) -> ReadNotes:
         """Return the notes with one more remark, unless it is there already or empty."""
-        if not remark or remark in self.remarks:
+        made = Remark.of(remark)
+        if not made.text or made in self.remarks:
             return self
-        return replace(self, remarks=(*self.remarks, remark))
+        return replace(self, remarks=(*self.remarks, made))
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The texts of all remarks."""
+        return tuple(remark.text for remark in self.remarks)
+
+    def told(self, *kinds: RemarkKind) -> list[str]:
+        """Return the texts of the remarks of some kinds."""
+        return [remark.text for remark in self.remarks if remark.kind in kinds]
 
     def and_those_of(self, other: ReadNotes) -> ReadNotes:
         """Return the notes of two traces that became one."""

@@ -96,7 +96,7 @@ def test_they_can_be_kept_as_short_or_left_out(
     # Who got no token at all is an empty answer then, and there is an option for those.
     assert sorted(kept.output_tokens.tolist()) == [40, *[300] * 10]
     assert Caveat.ANSWERS_CUT in caveats(kept)
-    assert "as short as they were cut (--aborted keep)" in kept.notes.remarks[-1]
+    assert "as short as they were cut (--aborted keep)" in kept.notes.texts[-1]
     dropped = read_trace(prod, options=ReadOptions(aborted=Aborted.DROP))
     assert dropped.output_tokens.tolist() == [300] * 10
     assert dropped.notes.dropped == {"aborted request": 2}
@@ -134,11 +134,11 @@ def test_a_few_are_reported_without_a_caveat_and_none_is_not_reported(tmp_path: 
     path = tmp_path / "prod.jsonl"
     line = '{"arrived_at_s": 0, "input_length": 9, "output_length": 5, "status": %s}\n'
     path.write_text(line % '"stop"' * 100 + line % '"abort"')
-    assert any("1 of 101 answers (1.0%)" in said for said in read_trace(path).notes.remarks)
+    assert any("1 of 101 answers (1.0%)" in said for said in read_trace(path).notes.texts)
     assert Caveat.ANSWERS_CUT not in caveats(read_trace(path))
     # Other tools' words are their own.
     path.write_text("".join(line % word for word in ("200", "true", "null", "{}", '"aborted"')))
-    assert read_trace(path).notes.remarks == ()
+    assert read_trace(path).notes.texts == ()
 
 
 @pytest.mark.parametrize("patience_tokens", [900.0, 400.0])

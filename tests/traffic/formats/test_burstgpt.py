@@ -50,7 +50,7 @@ def test_one_model_of_a_burstgpt_file_can_be_picked(tmp_path: Path) -> None:
     rows = "1,ChatGPT,5,1,6,API log\n2,GPT-4,6,1,7,API log\n3,ChatGPT,7,1,8,API log\n"
     path = written(tmp_path, f"{BURST_6}\n{rows}")
     mixed = traced(path, BURSTGPT)
-    assert "mixes 2 models (" in mixed.notes.remarks[0]
+    assert "mixes 2 models (" in mixed.notes.texts[0]
     alone = traced(path, BURSTGPT, ReadOptions(only_model="ChatGPT"))
     assert alone.prompt_tokens.tolist() == [5, 7]
     assert dict(alone.notes.dropped) == {"not of model ChatGPT": 1}
@@ -73,7 +73,7 @@ def test_a_turn_waits_for_the_answer_before_it_that_is_replayed(tmp_path: Path) 
     assert trace.turns.after.tolist() == [-1, -1, -1, 0, 1, 3]
     # 20 - (10 + 4); 21 - 11, where the answer's end is not known; 22 comes before 20 + 3.
     assert trace.turns.pause_s.tolist() == [0.0, 0.0, 0.0, 6.0, 10.0, 0.0]
-    (shown,) = trace.notes.remarks
+    (shown,) = trace.notes.texts
     assert shown.startswith("the answers that 1 turns wait for have no recorded end")
 
 
@@ -82,7 +82,7 @@ def test_an_elapsed_time_below_zero_is_not_a_latency(tmp_path: Path) -> None:
     trace = traced(written(tmp_path, f"{BURST_8}\n{rows}"), BURSTGPT)
     assert trace.e2e_s is not None
     assert np.isnan(trace.e2e_s).tolist() == [True, False]
-    assert "an Elapsed time below 0 is taken as not recorded, in 1 rows" in trace.notes.remarks
+    assert "an Elapsed time below 0 is taken as not recorded, in 1 rows" in trace.notes.texts
 
 
 rows_of_sessions = st.lists(

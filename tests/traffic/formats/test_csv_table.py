@@ -70,7 +70,7 @@ def test_a_splitwise_batch_is_as_many_sequences_and_ids_are_kept(tmp_path: Path)
     assert trace.request_ids == ("a", "b", "b")
     assert trace.due_s.tolist() == [0.0, 2.0, 2.0]
     assert trace.prompt_tokens.tolist() == [4096, 2048, 2048]
-    assert trace.notes.remarks == (
+    assert trace.notes.texts == (
         "1 rows are batches: each of their 2 sequences is replayed as a request of its own",
     )
 

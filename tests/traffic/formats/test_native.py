@@ -77,7 +77,7 @@ def test_a_turn_that_came_before_what_it_waits_for_waits_for_none(tmp_path: Path
     assert trace.turns is not None
     assert trace.turns.after.tolist() == [-1, -1, 1]
     assert trace.turns.pause_s.tolist() == [0, 0, 2]
-    assert "1 turns arrived before the request" in " ".join(trace.notes.remarks)
+    assert "1 turns arrived before the request" in " ".join(trace.notes.texts)
     write_trace(trace, str(tmp_path / "written.jsonl"))
     again = read_trace(tmp_path / "written.jsonl")
     assert again.turns is not None
@@ -91,7 +91,7 @@ def test_a_last_line_that_a_killed_recorder_left_half_written_is_left_out_and_to
     path.write_bytes(path.read_bytes()[:-20])
     trace = read_trace(path)
     assert len(trace) == 2
-    assert any("last line was not written to its end" in said for said in trace.notes.remarks)
+    assert any("last line was not written to its end" in said for said in trace.notes.texts)
     # Whole lines that are wrong, and a file with nothing else, are refused as ever.
     for text in ('{"arrived_at_s": 9, "inp\n', '{"arrived_at_s": 9}', "gone"):
         wrong = written(tmp_path, [1, 2])

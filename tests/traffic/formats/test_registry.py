@@ -100,7 +100,7 @@ def test_milliseconds_that_look_like_seconds_are_asked_for_and_not_guessed(
     whole = written(tmp_path, rows.replace(".25", "").replace(".75", ""))
     assert "1700000000 looks like seconds since 1970" in message(whole)
     small = read_trace(written(tmp_path, with_(timestamp="0.25")))
-    assert "timestamps have fractions and are taken for milliseconds" in small.notes.remarks[0]
+    assert "timestamps have fractions and are taken for milliseconds" in small.notes.texts[0]
 
 
 def test_the_block_size_that_is_given_overrides_that_of_the_file(tmp_path: Path) -> None:

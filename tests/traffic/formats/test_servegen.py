@@ -210,7 +210,7 @@ def test_of_a_multimodal_client_the_text_is_drawn_and_the_rest_is_said(tmp_path:
     }
     found = drawn(client(tmp_path, GAMMA, {"0": fields}))
     assert set(found.prompt_tokens.tolist()) == {50}
-    assert found.remarks[-1].startswith("images, audio and video are left out")
+    assert str(found.remarks[-1]).startswith("images, audio and video are left out")
 
 
 # --- a part of the file ---------------------------------------------------------------
@@ -223,7 +223,7 @@ def test_the_busiest_stretch_is_drawn_and_named(tmp_path: Path) -> None:
     assert found.arrived.min() >= 900
     assert found.arrived.max() < 1800
     assert len(found.arrived) == pytest.approx(4 * 300 + 9 * 600, abs=4 * np.sqrt(1200))
-    assert found.remarks[0].endswith(
+    assert str(found.remarks[0]).endswith(
         "seed 0 from the busiest 900 s of 2,400 s, which begin at second 900"
     )
     whole = drawn(path)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
 import os
 import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +30,7 @@ from tuner.traffic.formats import (
 )
 from tuner.traffic.formats import registry as registry_module
 from tuner.traffic.formats.sources import write_trace
-from tuner.traffic.traces import ClockOrigin, Trace
+from tuner.traffic.traces import ClockOrigin, ReadNotes, Remark, RemarkKind, Trace
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -269,7 +271,7 @@ def test_files_that_number_their_blocks_from_zero_share_them_in_a_named_folder_a
     assert prefix_reuse_ratio(apart) == 0.0
     assert prefix_reuse_ratio(shared) == 0.5
     for trace in (apart, shared):
-        assert "hash ids of 2 files do not say whether" in trace.notes.remarks[0]
+        assert "hash ids of 2 files do not say whether" in trace.notes.texts[0]
     stated = '{"trace_header": {"version": 1, "hash_scope": "one"}}\n'
     parts = [written(tmp_path, stated + row.format(at), f"{at}.jsonl") for at in (0, 1)]
     assert prefix_reuse_ratio(read_traces(parts)) == 0.5
@@ -283,7 +285,7 @@ def test_recordings_of_many_sessions_begin_together_and_are_not_overlaid_at_rand
     days = [written(tmp_path, text, f"{day}.jsonl") for day in "ab"]
     both = read_traces(days)
     assert both.due_s.tolist() == [0, 0, 9, 9, 20, 20]
-    assert "clocks of their own begin together" in both.notes.remarks[-1]
+    assert "clocks of their own begin together" in both.notes.texts[-1]
 
 
 def test_clocks_of_different_data_sets_are_not_one(tmp_path: Path) -> None:
@@ -316,7 +318,7 @@ def test_files_without_the_model_that_is_wanted_are_left_out_unless_all_are(
     trace = read_traces(files, None, ReadOptions(only_model="b"))
     assert (len(trace), trace.source) == (1, "b.jsonl")
     left_out = '2 of 3 files hold no request of model "b" and are left out'
-    assert trace.notes.remarks == (left_out,)
+    assert trace.notes.texts == (left_out,)
     with pytest.raises(UsageError, match=r'a\.jsonl holds no request of model "x"; it has a'):
         read_traces(files, None, ReadOptions(only_model="x"))
 
@@ -325,7 +327,7 @@ def test_images_are_remarked_on_and_not_replayed(tmp_path: Path) -> None:
     text = "TIMESTAMP,NumImages,ContextTokens,GeneratedTokens\n2024-10-15T12:00:00.269Z,2,9,4\n"
     trace = read_trace(written(tmp_path, text, "a.csv"))
     assert trace.prompt_tokens.tolist() == [9]
-    assert "images" in trace.notes.remarks[0]
+    assert "images" in trace.notes.texts[0]
 
 
 # --- chats and vLLM's own data set ----------------------------------------------------
@@ -391,9 +393,35 @@ def test_a_header_says_what_holds_for_all_requests(tmp_path: Path) -> None:
     assert trace.concurrency is not None
     assert trace.concurrency.in_flight.tolist() == [2, 4]
     assert trace.notes.sampled_from == "a dashboard"
-    assert trace.notes.remarks == ("the recording lacks hash ids",)
+    assert trace.notes.texts == ("the recording lacks hash ids",)
     write_trace(trace, tmp_path / "again.jsonl")
-    assert read_trace(tmp_path / "again.jsonl").notes.remarks == trace.notes.remarks
+    assert read_trace(tmp_path / "again.jsonl").notes.texts == trace.notes.texts
+
+
+TOLD = Remark("prompts are drawn")
+DECIDING = {
+    RemarkKind.KNOWN_IN_PART: "there is no data for 90 s in all, and no request was invented",
+    RemarkKind.PREFIX_HITS_MISSED: "prefix hits cannot be imitated: 40% hit, prompts share 10%",
+    RemarkKind.ENGINES_ADDED_UP: "3 engines at once are added up: thin them",
+    RemarkKind.SUMS_OVER_SERVERS: "the series name no instance: sums look like one engine",
+    RemarkKind.ENGINES_TOGETHER: "2 engines are recorded together: thin them",
+    RemarkKind.MIDDLE_ENGINE: "3 engines served at once: this is the one with the middle load",
+    RemarkKind.LOAD_MISSED: "2.7 times, where 3 was asked for: whole sessions come no closer",
+}
+
+
+def test_what_a_remark_decides_is_kept_in_the_file_and_known_of_files_of_before(
+    tmp_path: Path,
+) -> None:
+    remarks = (TOLD, *(Remark(text, kind) for kind, text in DECIDING.items()))
+    assert {remark.kind for remark in remarks} == set(RemarkKind)
+    header = {"version": 1, "remarks": [remark.text for remark in remarks]}
+    trace = read_trace(written(tmp_path, f"{json.dumps({'trace_header': header})}\n{LINES}"))
+    assert trace.notes.remarks == remarks
+    # By the kind alone, whatever the words.
+    anew = tuple(Remark(f"kind {remark.kind}", remark.kind) for remark in remarks)
+    write_trace(replace(trace, notes=ReadNotes(remarks=anew)), tmp_path / "again.jsonl")
+    assert read_trace(tmp_path / "again.jsonl").notes.remarks == anew
 
 
 @pytest.mark.parametrize(
@@ -413,6 +441,8 @@ def test_a_header_says_what_holds_for_all_requests(tmp_path: Path) -> None:
         ('{"version": 1, "in_flight": [[0, 1], [1e300, 2]]}', "from 0 to 1e+16 seconds"),
         ('{"version": 1, "clock": "sun"}', 'must be wall, shared or own, got "sun"'),
         ('{"version": 1, "lacks": "much"}', "lacks must be a list of texts"),
+        ('{"version": 1, "remarks": "much"}', "remarks must be a list"),
+        ('{"version": 1, "remarks": [{"text": "x", "kind": "y"}]}', "or text and kind"),
     ],
 )
 def test_a_wrong_header_is_said_to_be_wrong(tmp_path: Path, header: str, said: str) -> None:

@@ -40,7 +40,7 @@ def test_spans_of_vllm_have_the_numbers_they_should(shared_traces: Path) -> None
     assert trace.origin is ClockOrigin.WALL
     assert trace.zero_s == expected["first_arrival_unix"]
     assert trace.notes.moved > 0  # written in the order of finishing
-    assert trace.notes.remarks == (f"spans that are no requests: {expected['other_spans']}",)
+    assert trace.notes.texts == (f"spans that are no requests: {expected['other_spans']}",)
     assert trace.e2e_s is not None
     assert trace.ttft_s is not None
     assert (trace.e2e_s[0], trace.ttft_s[0]) == (0.934711, 0.074711)
@@ -132,7 +132,7 @@ def test_a_request_that_gateway_and_engine_both_traced_counts_once(tmp_path: Pat
     assert len(trace) == 3
     assert trace.e2e_s is not None
     assert sorted(trace.e2e_s.tolist()) == [0.4, 0.5, 0.5]
-    assert trace.notes.remarks == (
+    assert trace.notes.texts == (
         "gateway spans left out: 1, of requests that vLLM's own llm_request spans tell",
     )
     assert len(read(written(tmp_path, export(gateway, other)))) == 2
@@ -146,7 +146,7 @@ def test_what_is_no_request_is_counted(tmp_path: Path) -> None:
     ]
     trace = read(written(tmp_path, export(*others, span())))
     assert len(trace) == 1
-    assert trace.notes.remarks == (
+    assert trace.notes.texts == (
         "spans that are no requests: 2",
         "generations left out, as they have no token counts (gen_ai.usage.*): 1",
     )
@@ -203,7 +203,7 @@ def test_flat_spans_without_counts_are_left_out_and_counted(tmp_path: Path) -> N
     assert trace.e2e_s is not None
     assert trace.e2e_s.tolist() == [2.5, 2.5]
     assert dict(trace.notes.dropped) == {"failed request": 1}
-    assert trace.notes.remarks == (
+    assert trace.notes.texts == (
         "spans that are no requests: 1",
         "generations left out, as they have no token counts (gen_ai.usage.*): 1",
     )

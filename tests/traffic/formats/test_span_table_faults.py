@@ -177,7 +177,7 @@ def test_any_bytes_give_a_trace_or_an_error_of_ours(
         said = error
     else:
         assert len(trace) >= 1
-        "".join((*(trace.request_ids or ()), *trace.notes.remarks)).encode()
+        "".join((*(trace.request_ids or ()), *trace.notes.texts)).encode()
         return
     assert said.exit_code == 2
     assert said.message.isprintable()

@@ -78,7 +78,7 @@ def test_published_sub_agents_run_between_the_requests_around_them(
     ends = columns.arrived + columns.e2e_s
     assert ends[1:34].max() < columns.arrived[34] == 228.0
     assert columns.arrived.max() == 818.0
-    assert any("placed by their end: 4" in remark for remark in columns.remarks)
+    assert any("placed by their end: 4" in str(remark) for remark in columns.remarks)
 
 
 # --- who waits for whom -----------------------------------------------------------------
@@ -143,7 +143,7 @@ def test_a_sub_agent_logged_when_it_ended_is_placed_by_its_start(tmp_path: Path)
     assert columns.arrived.tolist() == [0.0, 5.0, 95.0, 110.0]
     assert columns.turns.after.tolist() == [-1, 0, 1, 2]
     assert columns.turns.pause_s.tolist() == [0.0, 0.0, 88.0, 7.0]
-    assert columns.remarks[0].startswith("sub-agents placed by their end: 1;")
+    assert str(columns.remarks[0]).startswith("sub-agents placed by their end: 1;")
     # Nothing contradicts a start when the next request came late enough.
     late = columns_of(tmp_path, *rows[:2], asked(300))
     assert late.arrived.tolist() == [0.0, 105.0, 195.0, 300.0]
@@ -157,7 +157,7 @@ def test_a_sub_agent_that_outlives_the_next_request_is_not_waited_for(tmp_path: 
     assert columns.turns is not None
     assert columns.arrived.tolist() == [0.0, 10.0, 60.0, 20.0]
     assert columns.turns.after.tolist() == [-1, 0, 1, 0]
-    assert columns.remarks[0].startswith("sub-agents that went on")
+    assert str(columns.remarks[0]).startswith("sub-agents that went on")
     # Once sorted by time everybody still waits for an earlier row.
     trace = read(tmp_path / "s.json")
     assert trace.turns is not None
@@ -235,7 +235,7 @@ def test_ids_of_one_session_are_not_those_of_another(tmp_path: Path) -> None:
 def test_models_are_told_apart(tmp_path: Path) -> None:
     work = agent(2.0, [asked(0, model="small")])
     path = written(tmp_path, session(asked(0, model="large"), work, asked(9, model="large")))
-    assert 'mixes 2 models ("large" 2, "small" 1)' in read(path).notes.remarks[-1]
+    assert 'mixes 2 models ("large" 2, "small" 1)' in read(path).notes.texts[-1]
     assert len(read(path, ReadOptions(only_model="large"))) == 2
 
 

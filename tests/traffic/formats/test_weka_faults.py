@@ -134,7 +134,7 @@ def test_any_bytes_give_a_trace_or_an_error_of_ours(
         said = error
     else:
         assert len(trace) >= 1
-        "".join(trace.notes.remarks).encode()
+        "".join(trace.notes.texts).encode()
         return
     assert is_ours(said)
 

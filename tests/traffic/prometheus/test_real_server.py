@@ -190,7 +190,7 @@ def test_every_request_that_was_sent_is_in_the_trace_or_told_to_be_left_out(
     load: Load,
 ) -> None:
     trace = traced(load)
-    told = re.findall(r"([\d,]+) counted across gaps", " ".join(trace.notes.remarks))
+    told = re.findall(r"([\d,]+) counted across gaps", " ".join(trace.notes.texts))
     left_out = sum(int(count.replace(",", "")) for count in told)
     assert len(trace) + left_out == len(load.open_loop) + len(load.closed_loop)
 
@@ -227,7 +227,7 @@ def test_requests_held_in_flight_are_seen_in_flight(load: Load) -> None:
 
 
 def test_the_servers_own_numbers_are_reported(load: Load) -> None:
-    shown = " / ".join(traced(load).notes.remarks)
+    shown = " / ".join(traced(load).notes.texts)
     assert "KV cache was at most" in shown
     # All prompts begin alike, so that most of their blocks hit.
     found = re.search(r"(\d+)% of the prompt tokens hit the server's own .*?(\d+)%", shown)

@@ -11,6 +11,7 @@ from support.prometheus_parts import scraped
 from support.prometheus_past import END_S, HOUR_S, MOVED, SCRAPES_S, TWINS, past
 from tuner.traffic.prometheus import known_in_part
 from tuner.traffic.prometheus.replicas import Replica, one_replica
+from tuner.traffic.traces import ReadNotes, Remark
 
 LATE = SCRAPES_S[SCRAPES_S > END_S - 1200]
 # One comes for the last twenty minutes, and answers most by then.
@@ -53,7 +54,7 @@ def test_the_middle_one_of_those_that_last_stands_for_all(
 ) -> None:
     found = replica(url, model)
     assert found.labels == labels
-    assert words in found.remark
+    assert words in Remark.of(found.remark).text
 
 
 def test_who_took_the_place_of_another_or_was_named_is_one(url: str) -> None:
@@ -63,6 +64,8 @@ def test_who_took_the_place_of_another_or_was_named_is_one(url: str) -> None:
 
 
 def test_sums_that_name_no_instance_are_told_apart_from_an_engine(url: str) -> None:
-    assert "sums over several servers" in known_in_part([replica(url, "summed").remark])
+    assert "sums over several servers" in known_in_part(
+        ReadNotes().with_remark(replica(url, "summed").remark)
+    )
     named = {"engine": "0"}
     assert replica(url, "summed", **named) == Replica(named)

@@ -71,7 +71,7 @@ def drawn(trace: Trace, step_s: int = 30) -> list[int]:
 
 def shown(trace: Trace) -> str:
     """Return all that the reader of a trace is told."""
-    return " / ".join(trace.notes.remarks)
+    return " / ".join(trace.notes.texts)
 
 
 def test_between_scrapes_come_as_many_requests_as_came(url: str) -> None:

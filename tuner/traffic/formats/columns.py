@@ -28,6 +28,7 @@ from tuner.traffic.traces import (
     Aborted,
     ClockOrigin,
     ReadNotes,
+    Remark,
     Trace,
     Turns,
     ZeroOutput,
@@ -149,7 +150,7 @@ class Columns:
     local_hashes: bool = False
     hash_scope: str = ""
     skipped: Mapping[str, int] = field(default_factory=dict)
-    remarks: tuple[str, ...] = ()
+    remarks: tuple[str | Remark, ...] = ()
     sampled_from: str = ""
     priorities: Ints | None = None
     engines: Ints | None = None
@@ -253,7 +254,8 @@ def assemble(
     Raises: TraceError if no request is left; UsageError if the one model wanted is not there.
     """
     rows = len(columns.prompt_tokens) + sum(columns.skipped.values())
-    notes = ReadNotes(rows=rows, remarks=columns.remarks, sampled_from=columns.sampled_from)
+    remarks = tuple(map(Remark.of, columns.remarks))
+    notes = ReadNotes(rows=rows, remarks=remarks, sampled_from=columns.sampled_from)
     for reason, count in columns.skipped.items():
         notes = notes.with_dropped(f"invalid: {reason}", count)
     columns, notes = _of_one_model(columns, options, notes, source)

@@ -19,7 +19,7 @@ import numpy as np
 from tuner.traffic.concurrency import MAX_IN_FLIGHT, Concurrency
 from tuner.traffic.formats.columns import Skipped, line_error, shown, tokens_fault
 from tuner.traffic.prefixes import MAX_SIZE, MISFIT_HINT, counts_fit, misfit_reason
-from tuner.traffic.traces import ClockOrigin
+from tuner.traffic.traces import ClockOrigin, Remark, RemarkKind
 
 MAX_CLOCK = 1e16
 """Ours: past it a double no longer holds whole milliseconds, and no calendar reaches it."""
@@ -222,7 +222,7 @@ class Header:
     sampled_from: str = ""
     concurrency: Concurrency | None = None
     starts_at_s: float | None = None
-    remarks: tuple[str, ...] = ()
+    remarks: tuple[str | Remark, ...] = ()
     aborted: int = 0
 
     def as_json(self) -> dict[str, object]:
@@ -244,7 +244,7 @@ class Header:
         if self.starts_at_s is not None:
             content["starts_at_s"] = round(self.starts_at_s, 9)
         if self.remarks:
-            content["remarks"] = list(self.remarks)
+            content["remarks"] = [_in_file(Remark.of(remark)) for remark in self.remarks]
         if self.aborted:
             content["aborted"] = self.aborted
         return content
@@ -317,7 +317,7 @@ def _header(value: Mapping[str, object]) -> Header:
         sampled_from=str(value.get("sampled_from", "")),
         concurrency=None if flow is None else _concurrency(flow),
         starts_at_s=None if starts_at_s is None else float(starts_at_s),
-        remarks=(*_words(value, "remarks"), *(_lack(w) for w in _words(value, "lacks"))),
+        remarks=(*_remarks(value), *(_lack(w) for w in _words(value, "lacks"))),
         aborted=aborted or 0,
     )
 
@@ -330,6 +330,41 @@ def _whole(value: Mapping[str, object], key: str, least: int) -> int | None:
         above = f"{'above 0' if least else 'at least 0'} and below {MAX_SIZE:,}"
         raise ValueError(f"{key} must be a whole number {above}, got {shown(number)}")
     return number
+
+
+# How remarks that decide something read in headers that keep texts alone: those of before.
+_KINDS_OF_TEXTS = {
+    "there is no data for": RemarkKind.KNOWN_IN_PART,
+    "there is data for": RemarkKind.KNOWN_IN_PART,
+    "prefix hits cannot be imitated:": RemarkKind.PREFIX_HITS_MISSED,
+    "engines at once are added up:": RemarkKind.ENGINES_ADDED_UP,
+    "the series name no instance:": RemarkKind.SUMS_OVER_SERVERS,
+    "engines are recorded together:": RemarkKind.ENGINES_TOGETHER,
+    "engines served at once:": RemarkKind.MIDDLE_ENGINE,
+    "was asked for: whole": RemarkKind.LOAD_MISSED,
+}
+
+
+def _in_file(remark: Remark) -> object:
+    if remark.kind is RemarkKind.TOLD:
+        return remark.text
+    return {"text": remark.text, "kind": str(remark.kind)}
+
+
+def _remarks(value: Mapping[str, object]) -> Iterator[Remark]:
+    """Yield the remarks of a header: texts, or objects that say what is decided by them."""
+    remarks = value.get("remarks", [])
+    if not isinstance(remarks, list):
+        raise TypeError(f"remarks must be a list, got {shown(remarks)}")
+    for each in remarks:
+        match each:
+            case str():
+                kinds = (kind for words, kind in _KINDS_OF_TEXTS.items() if words in each)
+                yield Remark(each, next(kinds, RemarkKind.TOLD))
+            case {"text": str() as text, "kind": str() as kind} if kind in set(RemarkKind):
+                yield Remark(text, RemarkKind(kind))
+            case _:
+                raise ValueError(f"remarks must be texts, or text and kind, got {shown(each)}")
 
 
 def _lack(word: str) -> str:

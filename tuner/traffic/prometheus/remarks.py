@@ -21,12 +21,7 @@ from tuner.traffic.prometheus.counters import (
 )
 from tuner.traffic.prometheus.prefixes import SharedPrefixes
 from tuner.traffic.prometheus.readings import ServerFacts
-
-# How a remark begins that tells of time without data, or of hits that are not as on the server.
-_GAPS, _SHORT = "there is no data for", "there is data for"
-_MISSED = "prefix hits cannot be imitated:"
-_MANY = "engines at once are added up:"
-_SUMS = "the series name no instance:"
+from tuner.traffic.traces import ReadNotes, Remark, RemarkKind
 
 
 def on_arrivals(windows: Sequence[EngineWindows], facts: ServerFacts) -> Iterator[str]:
@@ -86,7 +81,7 @@ def _beyond(name: str, found: Sequence[LengthRises], tokens: Ints) -> str:
     )
 
 
-def on_gaps(windows: Sequence[EngineWindows], span: Span) -> Iterator[str]:
+def on_gaps(windows: Sequence[EngineWindows], span: Span) -> Iterator[str | Remark]:
     """Return for how long there is no data, and what was counted in the meantime."""
     starts_s = np.concatenate([w.starts_s[~w.is_gap] for w in windows])
     ends_s = np.concatenate([w.ends_s[~w.is_gap] for w in windows])
@@ -102,18 +97,22 @@ def on_gaps(windows: Sequence[EngineWindows], span: Span) -> Iterator[str]:
         gaps_s = last_s - first_s
     missed = sum(engine.missed for engine in windows)
     if gaps_s or missed:
-        text = f"{_GAPS} {_lasting(gaps_s)} in all, and no request was invented there"
-        yield f"{text}; {missed:,} counted across gaps are left out" if missed else text
+        text = (
+            f"there is no data for {_lasting(gaps_s)} in all, and no request was invented there"
+        )
+        left_out = f"; {missed:,} counted across gaps are left out" if missed else ""
+        yield Remark(text + left_out, RemarkKind.KNOWN_IN_PART)
     requested_s = span.end_s - span.start_s
     if last_s - first_s < 0.9 * requested_s:
         have, requested = _lasting(last_s - first_s), _lasting(requested_s)
-        yield f"{_SHORT} {have} of the {requested} asked for"
+        text = f"there is data for {have} of the {requested} asked for"
+        yield Remark(text, RemarkKind.KNOWN_IN_PART)
     restarts = sum(engine.restarts for engine in windows)
     if restarts:
         yield f"the counters began anew {restarts} times, as after restarts"
 
 
-def on_prefixes(facts: ServerFacts, shared: SharedPrefixes | None) -> str:
+def on_prefixes(facts: ServerFacts, shared: SharedPrefixes | None) -> str | Remark:
     """Return how much hit the server's prefix cache, and how the drawn prompts do as much."""
     if facts.prefix_hits is None:
         return "no hits of a prefix cache were counted: no two prompts share a prefix"
@@ -122,38 +121,43 @@ def on_prefixes(facts: ServerFacts, shared: SharedPrefixes | None) -> str:
     if shared is None:
         return f"{on_server}: no two prompts share a prefix"
     if hits_differ(shared.hit_ratio, ratio):
-        return f"{_MISSED} {on_server}, prompts this short share {shared.hit_ratio:.0%} at most"
+        return Remark(
+            f"prefix hits cannot be imitated: {on_server}, prompts this short share "
+            f"{shared.hit_ratio:.0%} at most",
+            RemarkKind.PREFIX_HITS_MISSED,
+        )
     return (
         f"{on_server}, and {shared.hit_ratio:.0%} do here: each prompt begins as others of "
         f"about its length, in {shared.groups} groups; which do in truth is in no counter"
     )
 
 
-def known_in_part(remarks: Sequence[str]) -> str:
-    """Return why the traffic is not as one engine served it, by its remarks; else empty."""
-    if many := _of_many(remarks):
+def known_in_part(notes: ReadNotes) -> str:
+    """Return why the traffic is not as one engine served it; else empty."""
+    if many := _of_many(notes):
         return many
-    notes = [remark for remark in remarks if remark.startswith((_GAPS, _SHORT, _MISSED))]
-    return f"the current traffic is known in part only: {'; '.join(notes)}" if notes else ""
+    found = notes.told(RemarkKind.KNOWN_IN_PART, RemarkKind.PREFIX_HITS_MISSED)
+    return f"the current traffic is known in part only: {'; '.join(found)}" if found else ""
 
 
-def another_load(remarks: Sequence[str]) -> str:
+def another_load(notes: ReadNotes) -> str:
     """Return why one engine computed another load than the traffic asks for, or nothing."""
-    missed = next((remark for remark in remarks if remark.startswith(_MISSED)), "")
-    return _of_many(remarks) or missed
+    return _of_many(notes) or "".join(notes.told(RemarkKind.PREFIX_HITS_MISSED)[:1])
 
 
-def _of_many(remarks: Sequence[str]) -> str:
+def _of_many(notes: ReadNotes) -> str:
     """Return that several engines served the traffic at once, or may have, or nothing."""
-    if not any(_MANY in remark for remark in remarks):
-        return next((remark for remark in remarks if remark.startswith(_SUMS)), "")
+    if not notes.told(RemarkKind.ENGINES_ADDED_UP):
+        return "".join(notes.told(RemarkKind.SUMS_OVER_SERVERS)[:1])
     return (
         "the traffic is that of several engines at once, and a profile is of one: name one "
         "with --label, for example instance=HOST:PORT or engine=0"
     )
 
 
-def on_the_server(windows: Sequence[EngineWindows], facts: ServerFacts) -> Iterator[str]:
+def on_the_server(
+    windows: Sequence[EngineWindows], facts: ServerFacts
+) -> Iterator[str | Remark]:
     """Return what else is known of the server."""
     if facts.peak_kv_usage_ratio is not None:
         yield f"the server's KV cache was at most {facts.peak_kv_usage_ratio:.0%} full"
@@ -166,24 +170,26 @@ def on_the_server(windows: Sequence[EngineWindows], facts: ServerFacts) -> Itera
         yield _on_engines(windows)
 
 
-def _on_engines(windows: Sequence[EngineWindows]) -> str:
+def _on_engines(windows: Sequence[EngineWindows]) -> str | Remark:
     """Return how many engines there were, and whether at once or in place of each other."""
     together = at_once(*np.array([(w.starts_s[0], w.ends_s[-1]) for w in windows]).T)
     if together < MOST_AT_ONCE:
         return f"{len(windows)} engines are added up, each in place of the one before it"
     replicas = max(2, round(together))
-    return (
-        f"{together:.3g} {_MANY} tune trace thin --replicas {replicas} gives one of them its "
-        "share"
+    return Remark(
+        f"{together:.3g} engines at once are added up: tune trace thin --replicas {replicas} "
+        "gives one of them its share",
+        RemarkKind.ENGINES_ADDED_UP,
     )
 
 
-def on_sums() -> str:
+def on_sums() -> Remark:
     """Return that sums over servers cannot be told from one engine."""
-    return (
-        f"{_SUMS} sums over several servers look like one engine, and a profile is of one: "
-        "query the Prometheus that scrapes the servers, or say with --label job=NAME that "
-        "there is one"
+    return Remark(
+        "the series name no instance: sums over several servers look like one engine, and a "
+        "profile is of one: query the Prometheus that scrapes the servers, or say with --label "
+        "job=NAME that there is one",
+        RemarkKind.SUMS_OVER_SERVERS,
     )
 
 

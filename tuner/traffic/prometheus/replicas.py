@@ -28,6 +28,7 @@ from tuner.traffic.prometheus.readings import (
 )
 from tuner.traffic.prometheus.remarks import on_sums
 from tuner.traffic.reshape import on_the_middle
+from tuner.traffic.traces import Remark
 
 LASTING: Final = 0.9
 """Ours: an engine that was there for less of the time than this share of the longest is one of
@@ -42,7 +43,7 @@ class Replica:
     """The labels that name it, and a remark on it, which is empty where there is one alone."""
 
     labels: Mapping[str, str]
-    remark: str = ""
+    remark: str | Remark = ""
 
 
 def one_replica(
