@@ -228,24 +228,12 @@ def test_what_lies_ready_is_derived_and_can_be_replayed(path: Path) -> None:
     profile = read_profile(path)
     assert profile.origin.startswith("derived from published tables of NVIDIA AIConfigurator")
     assert profile.num_blocks_at(profile.current_limits) >= 4000
+    # Tables leave more open of a setting beside others than measurements do.
+    assert not_none(profile.uncertainty).setting == DERIVED_SETTING > 5 * SETTING
     # It is emitted for as many GPUs as it is of.
     assert profile.shape.devices == profile.serve_values.get("tensor-parallel-size", 1)
     step_s = profile.step_model.tables(64)[0] + profile.step_model.base_s
     assert 0.0005 < step_s[1] <= step_s[64] < 0.5
-
-
-def test_of_settings_a_file_of_before_leaves_open_what_its_kind_does(tmp_path: Path) -> None:
-    """Derived ones are further off beside each other than measured ones, in such a file too."""
-    text = PREBUILT[0].read_text()
-    assert not_none(read_profile(PREBUILT[0]).uncertainty).setting == DERIVED_SETTING
-    path = tmp_path / "before.yaml"
-    path.write_text(text.replace(", setting: 0.05}", "}"))
-    assert path.read_text() != text
-    before = read_profile(path)
-    assert not_none(before.uncertainty).setting == DERIVED_SETTING
-    write_profile(path, replace(before, origin=""))
-    path.write_text(path.read_text().replace(", setting: 0.05}", "}"))
-    assert not_none(read_profile(path).uncertainty).setting == SETTING
 
 
 def test_five_models_on_six_gpus_lie_ready() -> None:

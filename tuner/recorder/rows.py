@@ -94,7 +94,7 @@ class RecordedServer:
 
     @property
     def remarks(self) -> list[dict[str, str]]:
-        """What a reader of the trace is told beside, and decides by."""
+        """What a reader of the trace is told beside, and decides by: a RemarkKind of its."""
         if self.engines < 2:
             return []
         text = (

@@ -27,7 +27,7 @@ from tuner.engine.steps import StepColumns
 from tuner.errors import Caveat, UsageError
 from tuner.files import UNREADABLE, parse_yaml, write_atomic
 from tuner.redact import redacted, redacted_text
-from tuner.shadow.speed import DERIVED_SETTING, SETTING, Uncertainty
+from tuner.shadow.speed import Uncertainty
 from tuner.shadow.step_model import (
     NO_HOST,
     TERMS,
@@ -373,14 +373,7 @@ class _Uncertainty(_Record):
     directions: bytes
     width: Natural
     start: Amount
-    setting: Amount | None = None
-
-    def of_origin(self, origin: str) -> Self:
-        """Return it with what a file of before does not say of settings."""
-        if self.setting is not None:
-            return self
-        setting = DERIVED_SETTING if origin else SETTING
-        return msgspec.structs.replace(self, setting=setting)
+    setting: Amount
 
 
 class _File(_Record, omit_defaults=True, rename={"shape": "engine"}):
@@ -435,8 +428,7 @@ def _from_file(found: _File) -> Profile:
         KvStart(_made(EngineLimits, start.limits, f"kv_starts[{i}].limits"), start.num_blocks)
         for i, start in enumerate(found.kv_starts)
     ]
-    shape = _made(EngineShape, found.shape, "engine")
-    uncertainty = found.uncertainty and found.uncertainty.of_origin(found.origin)
+    shape, uncertainty = _made(EngineShape, found.shape, "engine"), found.uncertainty
     made: dict[str, Any] = {
         "shape": shape,
         "kv_starts": tuple(starts),

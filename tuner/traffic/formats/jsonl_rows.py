@@ -332,19 +332,6 @@ def _whole(value: Mapping[str, object], key: str, least: int) -> int | None:
     return number
 
 
-# How remarks that decide something read in headers that keep texts alone: those of before.
-_KINDS_OF_TEXTS = {
-    "there is no data for": RemarkKind.KNOWN_IN_PART,
-    "there is data for": RemarkKind.KNOWN_IN_PART,
-    "prefix hits cannot be imitated:": RemarkKind.PREFIX_HITS_MISSED,
-    "engines at once are added up:": RemarkKind.ENGINES_ADDED_UP,
-    "the series name no instance:": RemarkKind.SUMS_OVER_SERVERS,
-    "engines are recorded together:": RemarkKind.ENGINES_TOGETHER,
-    "engines served at once:": RemarkKind.MIDDLE_ENGINE,
-    "was asked for: whole": RemarkKind.LOAD_MISSED,
-}
-
-
 def _in_file(remark: Remark) -> object:
     if remark.kind is RemarkKind.TOLD:
         return remark.text
@@ -359,8 +346,7 @@ def _remarks(value: Mapping[str, object]) -> Iterator[Remark]:
     for each in remarks:
         match each:
             case str():
-                kinds = (kind for words, kind in _KINDS_OF_TEXTS.items() if words in each)
-                yield Remark(each, next(kinds, RemarkKind.TOLD))
+                yield Remark(each)
             case {"text": str() as text, "kind": str() as kind} if kind in set(RemarkKind):
                 yield Remark(text, RemarkKind(kind))
             case _:
