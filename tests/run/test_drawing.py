@@ -31,6 +31,7 @@ from tuner.search.race import OTHER_TRAFFIC, RaceVerdict
 from tuner.search.trials import leader
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import read_profile
+from tuner.shadow.speed import DERIVED_SETTING, SETTING
 from tuner.stats import Floats
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import whole
@@ -164,12 +165,13 @@ def test_of_published_tables_a_small_gain_is_not_sure() -> None:
     lengths = (rng.integers(low, high, 600).tolist() for low, high in ((300, 2400), (50, 450)))
     trace = a_trace(due_s - due_s[0], *lengths)
     workload = Workload.of_whole(trace, Aim(Objective.BALANCED, (), ReplayPlan(), None))
-    told = {}
-    for origin in (tables.origin, ""):
-        predictor = Predictor(replace(tables, origin=origin))
+    told = []
+    for setting in (DERIVED_SETTING, SETTING):
+        left_open = replace(not_none(tables.uncertainty), setting=setting)
+        predictor = Predictor(replace(tables, uncertainty=left_open))
         found = predict_more(predictor, Predictions(workload), [current, small])
-        told[origin] = Drawing(predictor, found).draws([small, current]).decide(current)
-    derived, measured = told[tables.origin], told[""]
+        told.append(Drawing(predictor, found).draws([small, current]).decide(current))
+    derived, measured = told
     assert 0.02 < not_none(derived.odds).loss < 0.15
     assert (derived.verdict, measured.verdict) == (RaceVerdict.KEEP, RaceVerdict.CHANGE)
 

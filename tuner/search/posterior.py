@@ -319,6 +319,9 @@ class Draws:
         alive: Bools = np.asarray(np.isfinite(self.values).any(axis=0))
         loss, shares = judged.loss, judged.p_best
         order = [int(i) for i in np.lexsort((loss, -shares)) if i != now and alive[i]]
+        # Among fewer there may be nobody left beside whom it shows who does not bear the load.
+        bears = self._bears(confidence)
+        order = [i for i in order if bears[i]] or order
         inside = [i for i in order if shares[i] >= share] or order[:1]
         _, same = self._least(loss, judged.field, now)
         if is_rate(judged.metric) and (others := [i for i in same if i != now]):
@@ -413,26 +416,13 @@ class Draws:
     ) -> tuple[Bools, int, str]:
         """Return who may be recommended, by what of the draws they are judged, and its name.
 
-        Who surely does not sustain the load may not be where another surely does that is likely
-        nearer to its bounds, whichever of both those are: a queue that grows twice as fast as
-        it is served is no price for an SLO that is just missed. Where nobody surely keeps the
-        SLOs and nobody is further from them than the current setting is, whoever is as close is
-        judged by what is optimised.
+        Where nobody surely keeps the SLOs and nobody is further from them than the current
+        setting is, whoever is as close is judged by what is optimised.
 
         Shapes: [settings].
         """
-        bounds = self.here[:, :, [SLO, LOAD]]
-        meets, sustains = (bounds <= 1.0).mean(axis=0).T
-        # Who may keep the SLOs is asked for with less; that is no surer of the load.
-        surely = max(confidence, 1 - confidence)
-        used, bears = bounds.max(axis=2), np.ones(len(self.settings), dtype=np.bool_)
-        sure = sustains >= surely
-        if sure.any():
-            nearest = used[:, sure].min(axis=1, keepdims=True)
-            may = (sustains > 1 - surely) | ((used > nearest).mean(axis=0) <= LIKELY)
-            # Asked for no more than an even chance one surely does and surely does not.
-            bears = sure | may
-        field: Bools = bears & (meets >= confidence)
+        bears = self._bears(confidence)
+        field: Bools = bears & ((self.here[:, :, SLO] <= 1.0).mean(axis=0) >= confidence)
         if field.any():
             return field, COST, self.metric
         loss = losses(self.here[:, :, SLO], bears)
@@ -440,6 +430,32 @@ class Draws:
         if current is not None and least[self.settings.index(current)] and least.sum() > 1:
             return least, COST, self.metric
         return bears, SLO, WORST_SLACK
+
+    def _bears(self, confidence: float) -> Bools:
+        """Return who may be recommended for the load.
+
+        Who surely does not sustain it may not be where another likely does that is likely
+        nearer to its bounds, whichever of both those are: a queue that grows twice as fast as
+        it is served is no price for an SLO that is just missed.
+
+        Shapes: [settings].
+        """
+        used, sustains = self.here[:, :, [SLO, LOAD]].max(axis=2), self._sustains
+        likely = sustains >= LIKELY
+        if not likely.any():
+            return np.ones(len(self.settings), dtype=np.bool_)
+        nearest = used[:, likely].min(axis=1, keepdims=True)
+        # Who may keep the SLOs is asked for with less; that is no surer of the load.
+        may = sustains > min(confidence, 1 - confidence)
+        # Asked for no more than an even chance one likely does and surely does not.
+        bears: Bools = likely | may | ((used > nearest).mean(axis=0) <= LIKELY)
+        return bears
+
+    @property
+    def _sustains(self) -> Floats:
+        """In which share of the draws each sustains the load. Shapes: [settings]."""
+        found: Floats = (self.here[:, :, LOAD] <= 1.0).mean(axis=0)
+        return found
 
     def _least(self, loss: Floats, field: Bools, now: int) -> tuple[int, list[int]]:
         """Return who loses least, and who loses no more that would matter.

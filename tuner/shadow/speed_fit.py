@@ -64,6 +64,9 @@ _SLOW = 3
 _SLOW_SDS = np.geomspace(0.001, 0.3, 18)
 # A segment as far off as nine in ten are not counts less: degrees of freedom of Student's t.
 _FREEDOM = 4.0
+# Where a segment counts less than this, standard deviations are learnt anew, since one that far
+# off moves them: ours, seven of them away.
+_OUTLIER = 0.1
 # Standard deviations are learnt from about so many cells, of whole segments: ours, for time.
 MAX_CELLS = 500
 # Below this quantile lies the upper end of an interval that holds nine in ten.
@@ -83,8 +86,10 @@ def learn(
     graphs = ran_with or [model.graphs] * len(replays)
     steps, moved = _Steps.of(model, replays, graphs), np.zeros(len(TERMS))
     seen = _Cells.of(steps, moved)
-    log_sds = _settled(seen)
-    found = _Posterior.of(seen, log_sds)
+    weights = _weights_of_segments(seen, _Posterior.of(seen, _PRIOR_SDS))
+    weights = np.where(weights < _OUTLIER, weights, 1.0)
+    log_sds = _settled(seen, weights)
+    found = _Posterior.of(seen, log_sds, weights)
     for _ in range(_PASSES):
         moved = moved + found.mean[: len(TERMS)]
         seen = _Cells.of(steps, moved)
@@ -267,11 +272,15 @@ class _Cells:
             shape,
         )
 
-    def part(self, cells: int) -> _Cells:
-        """Return the cells of every second segment, or third, and so on: about so many."""
+    def part(self, cells: int, weight: Floats | None) -> tuple[_Cells, Floats | None]:
+        """Return the cells of every second segment, or third, and so on: about so many.
+
+        Beside them stand the weights of their segments.
+        """
         kept = self.segment % -(-len(self.off) // cells) == 0
         segment, at_s = _numbered(self.segment[kept], self.at_s[self.segment[kept]])
-        return _Cells(
+        weight = weight if weight is None else weight[np.unique(self.segment[kept])]
+        part = _Cells(
             self.design[kept],
             self.off[kept],
             self.step_variance[kept],
@@ -280,6 +289,7 @@ class _Cells:
             at_s,
             self.shape,
         )
+        return part, weight
 
 
 def _numbered(segment: NDArray[np.int64], at_s: Floats) -> tuple[NDArray[np.int64], Floats]:
@@ -425,13 +435,16 @@ def _weights_of_segments(seen: _Cells, found: _Posterior) -> Floats:
     return np.minimum(1.0, (_FREEDOM + 1.0) / (_FREEDOM + q))
 
 
-def _settled(seen: _Cells) -> Floats:
-    """Return the logarithms of the standard deviations that are most probable."""
-    part = seen.part(MAX_CELLS)
+def _settled(seen: _Cells, weight: Floats | None = None) -> Floats:
+    """Return the logarithms of the standard deviations that are most probable.
+
+    `weight` is by how much each segment's mood is believed.
+    """
+    part, weight = seen.part(MAX_CELLS, weight)
 
     def cost(log_sds: Floats) -> float:
         prior = ((log_sds - _PRIOR_SDS) / _PRIOR_SPREADS) ** 2
-        return 0.5 * float(prior.sum()) - _Posterior.of(part, log_sds).log_likelihood
+        return 0.5 * float(prior.sum()) - _Posterior.of(part, log_sds, weight).log_likelihood
 
     steps = np.vstack([_PRIOR_SDS, _PRIOR_SDS + 0.7 * np.eye(len(_PRIOR_SDS))])
     found = lowest(cost, steps, x_apart=0.15, y_apart=0.2, most=150)
