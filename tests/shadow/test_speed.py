@@ -163,6 +163,20 @@ def test_of_a_calm_machine_little_is_open_but_a_start(total_s: float, most: floa
     assert max(stated) < most
 
 
+@pytest.mark.parametrize("longer", [1.15, 1.3, 1.6])
+def test_a_burst_of_other_work_is_no_slow_mood(longer: float) -> None:
+    """Eight seconds of two minutes: the machine is as fast at other times as it was before."""
+    rng, n = np.random.default_rng(0), 2400
+    parts = batches((16, 2048), n, rng)
+    took_s = LINEAR.predict_s(a_replay(parts, np.ones(n)))
+    took_s *= 0.05 / took_s.mean() * np.exp(rng.normal(0.0, 0.02, n))
+    took_s[(np.cumsum(took_s) // 8.0) == 7] *= longer
+    steps = a_replay(parts, took_s)
+    speed = learn(fit([steps]).model, [steps])
+    assert speed.uncertainty.start < 0.02
+    assert level_spread(speed, steps) < 0.02
+
+
 def test_a_machine_without_moods_or_misfit_is_learnt_as_it_is() -> None:
     parts = batches((16, 2048), 600, np.random.default_rng(0))
     steps = a_replay(parts, np.ones(600))

@@ -64,9 +64,6 @@ _SLOW = 3
 _SLOW_SDS = np.geomspace(0.001, 0.3, 18)
 # A segment as far off as nine in ten are not counts less: degrees of freedom of Student's t.
 _FREEDOM = 4.0
-# Where a segment counts less than this, standard deviations are learnt anew, since one that far
-# off moves them: ours, seven of them away.
-_OUTLIER = 0.1
 # Standard deviations are learnt from about so many cells, of whole segments: ours, for time.
 MAX_CELLS = 500
 # Below this quantile lies the upper end of an interval that holds nine in ten.
@@ -86,8 +83,8 @@ def learn(
     graphs = ran_with or [model.graphs] * len(replays)
     steps, moved = _Steps.of(model, replays, graphs), np.zeros(len(TERMS))
     seen = _Cells.of(steps, moved)
+    # A burst of other work is no slow mood: how far that wanders is learnt beside it.
     weights = _weights_of_segments(seen, _Posterior.of(seen, _PRIOR_SDS))
-    weights = np.where(weights < _OUTLIER, weights, 1.0)
     log_sds = _settled(seen, weights)
     found = _Posterior.of(seen, log_sds, weights)
     for _ in range(_PASSES):
