@@ -83,18 +83,14 @@ class HashIds:
         source = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], counts)
         return HashIds(offsets, self.ids[source], self.block_size)
 
-    def first_misfit(self, prompt_tokens: Ints) -> int | None:
-        """Return the first row whose ids cannot cover its prompt, or None."""
-        misfits = np.flatnonzero(~counts_fit(self.counts, prompt_tokens, self.block_size))
-        return int(misfits[0]) if misfits.size else None
-
     def check_fits(self, prompt_tokens: Ints, source: str) -> None:
         """Refuse ids whose number neither rounds the prompt's blocks down nor up.
 
         Raises: TraceError that names the first such request.
         """
-        row = self.first_misfit(prompt_tokens)
-        if row is not None:
+        misfits = np.flatnonzero(~counts_fit(self.counts, prompt_tokens, self.block_size))
+        if misfits.size:
+            row = int(misfits[0])
             count, tokens = int(self.counts[row]), int(prompt_tokens[row])
             reason = misfit_reason(count, tokens, self.block_size)
             raise TraceError(f"{source} request {row + 1}: {reason}", MISFIT_HINT)

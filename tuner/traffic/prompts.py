@@ -157,13 +157,15 @@ class PromptSource:
         is its answer (`own_key`).
         """
         end = self.length(index) // block_size * block_size
-        if self._held is None:
-            return self._keys(index, 0, end, block_size)
         keys: list[bytes] = []
-        for row, _, stop in self._held.parts(index, end):
+        for row, _, stop in self._parts(index, end):
             # A block that ends in another's tokens is that one's, wherever it begins.
             keys += self._keys(row, len(keys) * block_size, stop, block_size)
         return keys
+
+    def _parts(self, index: int, end: int) -> list[tuple[int, int, int]]:
+        """Return whose tokens the first `end` of a prompt are, as `HeldAnswers.parts` does."""
+        return [(index, 0, end)] if self._held is None else self._held.parts(index, end)
 
     def _keys(self, index: int, begin: int, stop: int, block_size: int) -> list[bytes]:
         """Return the keys of blocks between two tokens of a prompt and its answer."""
@@ -187,25 +189,15 @@ class PromptSource:
 
     def tokens(self, index: int) -> list[int]:
         """Return the prompt of one request as token ids."""
-        tokens: list[int] = self.token_array(index).tolist()
-        return tokens
-
-    def token_array(self, index: int) -> Ints:
-        """Return the prompt of one request as a column.
-
-        Shapes: [prompt_tokens of the request].
-        """
-        n = self.length(index)
-        if self._held is None:
-            return self._recorded(index, 0, n)
         parts = []
-        for row, begin, end in self._held.parts(index, n):
+        for row, begin, end in self._parts(index, self.length(index)):
             prompt = self.length(row)
             if begin < prompt:
                 parts.append(self._recorded(row, begin, min(end, prompt)))
             if end > prompt:
                 parts.append(self._answer(row, max(begin - prompt, 0), end - prompt))
-        return np.concatenate(parts)
+        tokens: list[int] = np.concatenate(parts).tolist()
+        return tokens
 
     def _recorded(self, index: int, begin: int, end: int) -> Ints:
         """Return tokens of a prompt as its own record has them.

@@ -41,9 +41,6 @@ class Histogram:
     counts: Floats
     total: float
 
-    def __len__(self) -> int:
-        return int(self.counts.sum())
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LengthShape:

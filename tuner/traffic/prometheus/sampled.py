@@ -16,7 +16,7 @@ from tuner.errors import UsageError
 from tuner.stats import Floats, Ints
 from tuner.traffic.concurrency import SECONDS_PER_OUTPUT_TOKEN, Concurrency
 from tuner.traffic.formats.columns import Columns, ReadOptions, assemble
-from tuner.traffic.prometheus.client import Prometheus, Span
+from tuner.traffic.prometheus.client import Span
 from tuner.traffic.prometheus.counters import (
     EngineWindows,
     levels_in_flight,
@@ -29,7 +29,6 @@ from tuner.traffic.prometheus.readings import (
     RUNNING,
     EngineReadings,
     Scraped,
-    Selection,
     ServerFacts,
     choose,
     read_engines,
@@ -137,7 +136,8 @@ def trace_from_prometheus(
     """
     span = span_of(since_s, step_s, until_s)
     with of.connected() as server:
-        engines, facts = _read(server, span, of.asked)
+        chosen = choose(server, span, of.asked)
+        engines, facts = read_engines(server, span, chosen), read_facts(server, span, chosen)
         place, sha256 = f"Prometheus at {server.place}", server.sha256
     windows = [windows_of(readings, span.step_s) for readings in engines]
     lengths = _lengths(windows, span, place)
@@ -156,13 +156,6 @@ def trace_from_prometheus(
     )
     columns = replace(drawn.columns, remarks=notes, sampled_from=place)
     return assemble(columns, ReadOptions(), source=place, format_name=FORMAT, sha256=sha256)
-
-
-def _read(
-    server: Prometheus, span: Span, asked: Selection
-) -> tuple[tuple[EngineReadings, ...], ServerFacts]:
-    chosen = choose(server, span, asked)
-    return read_engines(server, span, chosen), read_facts(server, span, chosen)
 
 
 def _lengths(windows: Sequence[EngineWindows], span: Span, place: str) -> _Lengths:
