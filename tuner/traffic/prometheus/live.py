@@ -221,14 +221,12 @@ def _falls(values: Floats, born: Floats | None = None) -> Ints:
 
 def _anew(found: Sequence[Series], span: Span, born_s: Born) -> tuple[str, ...]:
     """Return the names of the engines that were up anew."""
-    names = set()
-    for series in found:
-        if series.bound != math.inf:
-            continue
-        name, values = _engine(series), series.values
-        born = born_s.get(name)
-        if _falls(values, born).size or _begins(values, born, span):
-            names.add(name)
+    counts = ((_engine(each), each.values) for each in found if each.bound == math.inf)
+    names = {
+        name
+        for name, values in counts
+        if _falls(values, born := born_s.get(name)).size or _begins(values, born, span)
+    }
     return tuple(sorted(names))
 
 

@@ -353,9 +353,8 @@ class ServerFacts:
 def read_facts(server: Prometheus, span: Span, chosen: Selection) -> ServerFacts:
     """Return what else the counters tell of the chosen engines."""
     names = "|".join(_PREFIX_CACHES)
-    cache, nothing = chosen.query(f"({names})_(hits|queries)_total"), np.zeros(1)
-    latency = rises_by_name(server.over(chosen.query(f"{E2E}_(sum|count)"), span))
-    total_s, count = (float(latency.get(f"{E2E}_{x}", nothing).sum()) for x in ("sum", "count"))
+    cache = chosen.query(f"({names})_(hits|queries)_total")
+    mean_e2e_s = mean_of(server, span, chosen, E2E)
     ended = chosen.query(_SUCCESS, 'finished_reason=~"abort|error"')
     usage = server.over(chosen.query(_KV_USAGE), span)
     running = server.over(chosen.query(RUNNING), span)
@@ -363,9 +362,18 @@ def read_facts(server: Prometheus, span: Span, chosen: Selection) -> ServerFacts
         prefix_hits=_prefix_hits(server.over(cache, span), span),
         running=mean_level(running),
         peak_kv_usage_ratio=max((float(np.nanmax(s.values)) for s in usage), default=None),
-        mean_e2e_s=total_s / count if count > 0 else None,
+        mean_e2e_s=mean_e2e_s,
         unsuccessful=round(sum(rise(series.values) for series in server.over(ended, span))),
     )
+
+
+def mean_of(server: Prometheus, span: Span, chosen: Selection, name: str) -> float | None:
+    """Return the mean of what a histogram of the chosen engines counted; None of nothing."""
+    rises = rises_by_name(server.over(chosen.query(f"{name}_(sum|count)"), span))
+    total, count = (
+        float(rises.get(f"{name}_{part}", np.zeros(1)).sum()) for part in ("sum", "count")
+    )
+    return total / count if count > 0 else None
 
 
 def mean_level(gauges: Sequence[Series]) -> float | None:

@@ -21,6 +21,7 @@ from tuner.traffic.prometheus.readings import (
     by_engine,
     choose,
     key_of,
+    mean_of,
     read_facts,
     rise,
     rises_by_reading,
@@ -70,7 +71,9 @@ def token_times(
         chosen = choose(server, span, of.asked)
         seconds, tokens = _tokens(server, span, chosen)
         running = _running(server.over(chosen.query(RUNNING), span), tokens)
-        lengths = [_mean_length(server, span, chosen, name) for name in (PROMPT, OUTPUT)]
+        prompt, output = (
+            mean_of(server, span, chosen, name) or 0.0 for name in (PROMPT, OUTPUT)
+        )
         hits = read_facts(server, span, chosen).prefix_hits
     count = sum(float(rises.sum()) for rises in tokens.values())
     if count < MIN_TOKENS or running is None:
@@ -81,7 +84,6 @@ def token_times(
             f"{NAMES[0]} and {RUNNING}",
         )
     held = 0.0 if hits is None else hits.ratio
-    prompt, output = lengths
     missed = max(1.0, (1.0 - held) * prompt)
     return TokenTimes(seconds / count, running, missed, output, held * prompt)
 
@@ -93,8 +95,8 @@ def _tokens(
     for name in NAMES:
         found = server.over(chosen.query(f"{name}_(sum|count)"), span)
         if found:
-            sums = [s for s in found if s.labels["__name__"] == f"{name}_sum"]
-            counts = [s for s in found if s.labels["__name__"] == f"{name}_count"]
+            sums = [s for s in found if s.name == f"{name}_sum"]
+            counts = [s for s in found if s.name == f"{name}_count"]
             return sum(rise(s.values) for s in sums), by_engine(counts, rises_by_reading)
     return 0.0, {}
 
@@ -114,10 +116,3 @@ def _running(found: Iterable[Series], tokens: Mapping[Key, Floats]) -> float | N
         total += float((rises[at[1:]] * between).sum())
         weight += float(rises[at[1:]][between > 0].sum())
     return total / weight if weight > 0 and total > 0 else None
-
-
-def _mean_length(server: Prometheus, span: Span, chosen: Selection, name: str) -> float:
-    """Return the mean tokens of the requests that finished, 0 where none did."""
-    sums = sum(rise(s.values) for s in server.over(chosen.query(f"{name}_sum"), span))
-    counts = sum(rise(s.values) for s in server.over(chosen.query(f"{name}_count"), span))
-    return sums / counts if counts > 0 else 0.0
