@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Self
 
 from tuner.cli.console import say, show_result
-from tuner.cli.inputs import TrafficOptions
+from tuner.cli.inputs import TrafficOptions, at_said_load
 from tuner.cli.options import Params, path_of
 from tuner.cli.prometheus import PrometheusOptions
 from tuner.drift.baseline import Baseline, read_baseline
@@ -17,10 +17,9 @@ from tuner.drift.retune import RetuneOptions
 from tuner.errors import UsageError
 from tuner.search.objective import Objective
 from tuner.search.space import DEFAULT_LADDER
-from tuner.traffic.resample import at_load
 from tuner.traffic.reshape import of_middle_engine
 from tuner.traffic.sketch import TrafficSketch, sketch_of
-from tuner.traffic.traces import RemarkKind, TooLong, Trace
+from tuner.traffic.traces import TooLong, Trace
 
 
 def retune_of(params: Params) -> RetuneOptions:
@@ -121,8 +120,5 @@ def _current(options: CheckOptions, *, is_closed: bool) -> tuple[Trace, TrafficS
         drawn_s = server.step_s
         for remark in trace.notes.remarks:
             say(remark.text)
-    if traffic.load != 1:
-        trace = at_load(trace, traffic.load)
-        for missed in trace.notes.told(RemarkKind.LOAD_MISSED):
-            say(missed)
+    trace = at_said_load(trace, traffic.load)
     return trace, sketch_of(trace, drawn_s)

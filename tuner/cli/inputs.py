@@ -186,8 +186,21 @@ def announce(traffic: Traffic, *, is_demo: bool = False) -> None:
 def say_missed(trace: Trace, loads: Iterable[float]) -> None:
     """Say which loads of a trace its whole sessions do not come to. Raises: UsageError."""
     for load in loads:
-        for missed in at_load(trace, load).notes.told(RemarkKind.LOAD_MISSED):
-            say(missed)
+        at_said_load(trace, load)
+
+
+def at_said_load(trace: Trace, load: float) -> Trace:
+    """Return the trace at a load; say what its whole sessions come to if that is another.
+
+    What its file says of a load before is of another one.
+
+    Raises: UsageError.
+    """
+    scaled = at_load(trace, load)
+    for remark in scaled.notes.remarks:
+        if remark.kind is RemarkKind.LOAD_MISSED and remark not in trace.notes.remarks:
+            say(remark.text)
+    return scaled
 
 
 @dataclass(frozen=True, slots=True)
