@@ -24,26 +24,25 @@ from tuner.traffic.prometheus.readings import ServerFacts
 from tuner.traffic.traces import ReadNotes, Remark, RemarkKind
 
 
-def on_arrivals(windows: Sequence[EngineWindows], facts: ServerFacts) -> Iterator[str]:
+def on_arrivals(windows: Sequence[EngineWindows], facts: ServerFacts) -> str:
     """Return what arrivals were derived from, and how far they may be off."""
     apart_s = usual(np.concatenate([w.ends_s - w.starts_s for w in windows]))
     if all(engine.has_gauges for engine in windows):
-        yield (
+        return (
             "arrivals are the requests that finished plus the change of those in flight, "
             f"spread at random between scrapes {apart_s:g} s apart; requests that clients gave "
             "up are in no counter"
         )
-        return
     by = f", by {facts.mean_e2e_s:.3g} s on average" if facts.mean_e2e_s else ""
-    yield (
+    return (
         "arrivals stand where requests finished, as the number in flight was not kept: they "
         f"came earlier{by}; they are spread at random between scrapes {apart_s:g} s apart"
     )
 
 
-def on_in_flight(span: Span) -> Iterator[str]:
+def on_in_flight(span: Span) -> str:
     """Return what a recording of requests in flight is made of."""
-    yield (
+    return (
         f"in flight are the requests running and waiting, read every {span.step_s} s; there "
         f"are as many requests as keep this up at {SECONDS_PER_OUTPUT_TOKEN * 1000:g} ms per "
         "output token"
@@ -87,14 +86,11 @@ def on_gaps(windows: Sequence[EngineWindows], span: Span) -> Iterator[str | Rema
     ends_s = np.concatenate([w.ends_s[~w.is_gap] for w in windows])
     first_s = min(float(engine.starts_s[0]) for engine in windows)
     last_s = max(float(engine.ends_s[-1]) for engine in windows)
-    if starts_s.size:
-        # Its ends belong to it: an engine may begin or end with a gap.
-        gaps_s = uncovered_s(
-            np.concatenate([[first_s], starts_s, [last_s]]),
-            np.concatenate([[first_s], ends_s, [last_s]]),
-        )
-    else:
-        gaps_s = last_s - first_s
+    # Its ends belong to it: an engine may begin or end with a gap.
+    gaps_s = uncovered_s(
+        np.concatenate([[first_s], starts_s, [last_s]]),
+        np.concatenate([[first_s], ends_s, [last_s]]),
+    )
     missed = sum(engine.missed for engine in windows)
     if gaps_s or missed:
         text = (

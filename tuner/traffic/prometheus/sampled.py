@@ -148,7 +148,7 @@ def trace_from_prometheus(
         drawn, first = _arrivals(windows, lengths, stretch, rng), on_arrivals(windows, facts)
     drawn, shared = _with_prefixes(drawn, lengths, facts, rng)
     notes = (
-        *first,
+        first,
         *on_lengths(windows, drawn.columns, len(lengths.prompt), MIN_LENGTHS),
         *on_gaps(windows, span),
         on_prefixes(facts, shared),
