@@ -43,7 +43,13 @@ from tuner.replay.plan import ReplayPlan
 from tuner.traffic.describe import describe, prefix_reuse_ratio, reused_tokens
 from tuner.traffic.formats.registry import read_trace
 from tuner.traffic.formats.sources import write_trace
-from tuner.traffic.prometheus import Scraped, Selection, trace_from_prometheus
+from tuner.traffic.prometheus import (
+    Scraped,
+    Selection,
+    another_load,
+    known_in_part,
+    trace_from_prometheus,
+)
 from tuner.traffic.prompts import PromptSource
 from tuner.traffic.traces import ClockOrigin, Trace
 
@@ -111,6 +117,7 @@ def test_the_trace_says_where_it_comes_from_and_what_it_cannot_know(url: str) ->
         assert words in shown(trace)
     for words in ("no data", "began anew", "are added up", "abort"):
         assert words not in shown(trace)
+    assert known_in_part(trace.notes) == another_load(trace.notes) == ""
     caveats = {warning.caveat for warning in describe(trace).warnings}
     assert Caveat.SAMPLED_TRACE in caveats
     assert Caveat.CLOSED_LOOP not in caveats
@@ -158,8 +165,11 @@ def test_vllms_own_scheduler_finds_as_many_hits_as_the_server_had(
 
 def test_hits_that_prompts_of_this_length_cannot_have_are_reported(url: str) -> None:
     trace = read(url, "terse")
-    assert "prefix hits cannot be imitated: 97% of the prompt tokens hit" in shown(trace)
-    assert re.search(r"prompts this short share 7\d% at most", shown(trace))
+    missed = another_load(trace.notes)
+    assert missed.startswith("prefix hits cannot be imitated: 97% of the prompt tokens hit")
+    assert re.search(r"prompts this short share 7\d% at most", missed)
+    assert missed in shown(trace)
+    assert known_in_part(trace.notes).endswith(missed)
 
 
 def test_the_seed_decides_what_is_drawn_and_not_what_was_counted(url: str) -> None:
@@ -185,6 +195,10 @@ def test_a_restart_and_a_gap_neither_lose_nor_invent_requests_elsewhere(url: str
     assert found[is_gap].sum() == 0
     assert f"{came[is_gap].sum():,} counted across gaps are left out" in shown(trace)
     assert "no data for 600 s in all, and no request was invented there" in shown(trace)
+    assert known_in_part(trace.notes).startswith(
+        "the current traffic is known in part only: there is no data for 600 s"
+    )
+    assert another_load(trace.notes) == ""
     assert "the counters began anew 1 times" in shown(trace)
 
 
@@ -193,6 +207,9 @@ def test_the_engines_of_a_model_are_added_up_or_one_is_picked(url: str) -> None:
     both = read(url, "twins")
     assert len(both) == len(one.arrived_s) + len(other.arrived_s)
     assert "2 engines at once are added up: tune trace thin --replicas 2" in shown(both)
+    why = "the traffic is that of several engines at once, and a profile is of one: name one"
+    assert known_in_part(both.notes).startswith(why)
+    assert known_in_part(both.notes) == another_load(both.notes)
     assert len(read(url, "twins", engine="1")) == len(other.arrived_s)
     assert "2 engines are added up, each in place of the one before" in shown(
         read(url, "moved")
@@ -242,7 +259,7 @@ def test_more_points_than_prometheus_gives_at_once_are_asked_for_in_turns(url: s
     # 14,401 points; Prometheus refuses more than 11,000.
     fine = read(url, "plain", since_s=4 * HOUR_S, step_s=1)
     assert drawn(fine, 15) == between_scrapes(PLAIN.arrived_s - START_S, 15)
-    assert "there is data for 2.0 h of the 4.0 h asked for" in shown(fine)
+    assert "there is data for 2.0 h of the 4.0 h asked for" in known_in_part(fine.notes)
 
 
 def page_of(finished: int, running: int) -> str:
