@@ -6,11 +6,11 @@ the multimodal trace of 2025, whose images are not replayed: its token counts ar
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from tuner.traffic.formats.columns import Columns, ReadOptions, TraceFormat, no_time_unit
-from tuner.traffic.formats.csv_table import Kind, ThreeColumns, header_names
-from tuner.traffic.traces import ClockOrigin
+from tuner.traffic.formats.columns import Columns, ReadOptions, TraceFormat
+from tuner.traffic.formats.csv_table import Kind, ThreeColumns, header_line, header_names
 
 IMAGES = "NumImages"
 
@@ -18,24 +18,12 @@ _COLUMNS = ThreeColumns("TIMESTAMP", Kind.WALL_CLOCK, "ContextTokens", "Generate
 
 
 def read(path: Path, options: ReadOptions) -> Columns:
-    """Return the columns, streamed and parsed in bulk.
-
-    Raises: TraceError that names the first wrong line.
-    """
-    no_time_unit(path, options)
-    with path.open("rb") as file:
-        has_images = IMAGES in header_names(file.readline(1 << 16))
-    table = _COLUMNS.read(path, options)
+    """Return the columns. Raises: TraceError that names the first wrong line."""
+    columns = _COLUMNS.columns(_COLUMNS.read(path, options), options)
+    if IMAGES not in header_names(header_line(path)):
+        return columns
     message = "images (NumImages) are not replayed: the prompts are text of the recorded length"
-    return Columns(
-        arrived=table.whole["arrived"],
-        ticks_per_s=1e9,
-        prompt_tokens=table.whole["prompt"],
-        output_tokens=table.whole["output"],
-        origin=ClockOrigin.WALL,
-        skipped=table.skipped,
-        remarks=(message,) if has_images else (),
-    )
+    return replace(columns, remarks=(message,))
 
 
 AZURE = TraceFormat(name="azure", matches=_COLUMNS.stand_in, read=read)

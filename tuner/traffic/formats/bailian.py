@@ -11,8 +11,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from tuner.traffic.formats.columns import Columns, ReadOptions, TraceFormat
-from tuner.traffic.formats.jsonl import first_line_of, read_json_lines
+from tuner.traffic.formats.columns import Columns, ReadOptions, TraceFormat, first_line_of
+from tuner.traffic.formats.jsonl import read_json_lines
 from tuner.traffic.formats.jsonl_rows import Dialect, Header
 from tuner.traffic.formats.native import in_seconds, settle
 

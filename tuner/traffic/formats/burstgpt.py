@@ -9,51 +9,46 @@ Source: HPMLL/BurstGPT, README.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from tuner.stats import Bools, Floats
-from tuner.traffic.formats.columns import Columns, Labels, ReadOptions, TimeUnit, TraceFormat
+from tuner.traffic.formats.columns import Columns, Labels, ReadOptions, TraceFormat, recorded
 from tuner.traffic.formats.csv_table import CsvTable, Field, Kind, ThreeColumns
-from tuner.traffic.traces import ClockOrigin, Turns, pauses_of
+from tuner.traffic.traces import Turns, pauses_of
 
 _COLUMNS = ThreeColumns("Timestamp", Kind.SECONDS, "Request tokens", "Response tokens")
 
 _MORE = {
-    "model": Field(("Model",), Kind.LABEL, is_needed=False),
-    "session": Field(("Session ID",), Kind.LABEL, is_needed=False),
-    "e2e_s": Field(("Elapsed time",), Kind.SECONDS, is_needed=False, blank=True),
+    "model": Field("Model", Kind.LABEL, is_needed=False),
+    "session": Field("Session ID", Kind.LABEL, is_needed=False),
+    "e2e_s": Field("Elapsed time", Kind.SECONDS, is_needed=False, blank=True),
 }
 
 
 def read(path: Path, options: ReadOptions) -> Columns:
-    """Return the columns, streamed and parsed in bulk; sessions become turns.
+    """Return the columns; sessions become turns.
 
-    Units: the clock in seconds, or in the unit that the options name; Elapsed time in seconds.
+    Units: Elapsed time in seconds.
     Raises: TraceError that names the first wrong line.
     """
     table = _COLUMNS.read(path, options, _MORE)
-    ticks_per_s = (options.time_unit or TimeUnit.SECONDS).ticks_per_s
-    output = table.whole["output"]
+    columns = _COLUMNS.columns(table, options)
     e2e_s, negative = _latencies(table)
-    failed: Bools = output == 0
+    failed: Bools = columns.output_tokens == 0
     turns = None
     if (sessions := table.labels.get("session")) is not None:
-        is_turn: Bools = ~failed & (table.whole["prompt"] > 0)
-        arrived_s = table.numbers["arrived"] / ticks_per_s
+        is_turn: Bools = ~failed & (columns.prompt_tokens > 0)
+        arrived_s = columns.arrived / columns.ticks_per_s
         turns = turns_of_sessions(sessions, is_turn, arrived_s, e2e_s)
-    return Columns(
-        arrived=table.numbers["arrived"],
-        ticks_per_s=ticks_per_s,
-        prompt_tokens=table.whole["prompt"],
-        output_tokens=output,
-        e2e_s=None if np.isnan(e2e_s).all() else e2e_s,
+    return replace(
+        columns,
+        e2e_s=recorded(e2e_s),
         models=table.labels.get("model"),
         failed=failed,
         turns=turns,
-        origin=ClockOrigin.SHARED,
-        skipped=table.skipped,
         remarks=(*_on_negative(negative), *_on_unknown_ends(turns, e2e_s)),
     )
 

@@ -183,9 +183,27 @@ class TraceFormat:
     read: Callable[[Path, ReadOptions], Columns]
 
 
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+def first_line_of(head: bytes) -> bytes:
+    """Return the first line with anything in it, without a byte order mark."""
+    return head.removeprefix(BYTE_ORDER_MARK).lstrip().split(b"\n", 1)[0]
+
+
+def starts_object(head: bytes) -> bool:
+    """Return whether a file starts like a JSON object, good or bad."""
+    return first_line_of(head).startswith(b"{")
+
+
 def line_error(path: Path, line: int, reason: str, hint: str = "") -> TraceError:
     """Return the error for one wrong line, in the form every reader uses."""
     return TraceError(f"{path} line {line}: {reason}", hint)
+
+
+def recorded(column: Floats) -> Floats | None:
+    """Return a column that is nan where nothing was recorded, None where nothing ever was."""
+    return None if np.isnan(column).all() else column
 
 
 def no_time_unit(path: Path, options: ReadOptions) -> None:
@@ -469,18 +487,20 @@ class Skipped:
         """Whether wrong rows are skipped, and not refused."""
         return self._options.skip_invalid
 
-    def add(self, line: int, reason: str, hint: str = "") -> None:
-        """Count a wrong row.
+    def add(self, place: int | str, reason: str, hint: str = "") -> None:
+        """Count a wrong row, by the number of its line, or a wrong request by what it is.
 
         Raises: TraceError that names it, unless wrong rows are to be skipped.
         """
+        is_line = isinstance(place, int)
+        where = f"line {place}" if is_line else place
         if not self._options.skip_invalid:
-            more = "--skip-invalid counts and skips such rows"
-            raise line_error(self._path, line, reason, hint or more)
-        self._first = self._first or f"line {line}: {reason}"
-        kind = _GOT.sub("", reason)
-        known = kind in self._counts or len(self._counts) < MAX_REASONS
-        self._counts[kind if known else "other faults"] += 1
+            more = f"--skip-invalid counts and skips such {'rows' if is_line else 'requests'}"
+            raise TraceError(f"{self._path} {where}: {reason}", hint or more)
+        self._first = self._first or f"{where}: {reason}"
+        fault = _GOT.sub("", reason)
+        known = fault in self._counts or len(self._counts) < MAX_REASONS
+        self._counts[fault if known else "other faults"] += 1
 
     def check(self, rows: int) -> None:
         """Refuse a file of which too many rows are wrong; `rows` counts these too.

@@ -24,15 +24,18 @@ from tuner.errors import TraceError, UsageError
 from tuner.stats import Floats, Ints
 from tuner.traffic.formats.columns import (
     MAX_TOKENS,
+    Columns,
     Labels,
     ReadOptions,
     Skipped,
+    TimeUnit,
     line_error,
+    no_time_unit,
     shown,
     tokens_fault,
 )
 from tuner.traffic.formats.wall_clock import nanoseconds, wall_clock_fault
-from tuner.traffic.traces import ZeroOutput
+from tuner.traffic.traces import ClockOrigin, ZeroOutput
 
 if TYPE_CHECKING:
     import polars as pl
@@ -61,12 +64,12 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One column: the names it goes by, what it holds, and whether the file must have it.
+    """One column: its name, what it holds, and whether the file must have it.
 
     A column that may be `blank` has no value in some rows: nan, no label, or 0 tokens.
     """
 
-    names: tuple[str, ...]
+    name: str
     kind: Kind
     is_needed: bool = True
     blank: bool = False
@@ -101,6 +104,12 @@ def header_names(head: bytes) -> list[str]:
     return [name.strip() for name in row]
 
 
+def header_line(path: Path) -> bytes:
+    """Return the first line of a file, or so much of it as may be a header."""
+    with path.open("rb") as file:
+        return file.readline(_HEADER_BYTES)
+
+
 @dataclass(frozen=True, slots=True)
 class ThreeColumns:
     """A clock and two token counts, told by their names in the header."""
@@ -118,14 +127,35 @@ class ThreeColumns:
     def read(
         self, path: Path, options: ReadOptions, more: Mapping[str, Field] | None = None
     ) -> CsvTable:
-        """Return `arrived`, `prompt` and `output`, and `more` columns. Raises: TraceError."""
+        """Return `arrived`, `prompt` and `output`, and `more` columns.
+
+        Raises: TraceError; UsageError for a unit of a clock that has its own.
+        """
+        if self.kind is Kind.WALL_CLOCK:
+            no_time_unit(path, options)
         fields = {
-            "arrived": Field((self.clock,), self.kind),
-            "prompt": Field((self.prompt,), Kind.TOKENS),
-            "output": Field((self.output,), Kind.TOKENS),
+            "arrived": Field(self.clock, self.kind),
+            "prompt": Field(self.prompt, Kind.TOKENS),
+            "output": Field(self.output, Kind.TOKENS),
             **(more or {}),
         }
         return read_table(path, fields, options)
+
+    def columns(self, table: CsvTable, options: ReadOptions) -> Columns:
+        """Return the columns that the three of a table make.
+
+        Units: a clock that is a number in seconds, or in the unit that the options name.
+        """
+        is_wall = self.kind is Kind.WALL_CLOCK
+        unit = options.time_unit or TimeUnit.SECONDS
+        return Columns(
+            arrived=table.whole["arrived"] if is_wall else table.numbers["arrived"],
+            ticks_per_s=1e9 if is_wall else unit.ticks_per_s,
+            prompt_tokens=table.whole["prompt"],
+            output_tokens=table.whole["output"],
+            origin=ClockOrigin.WALL if is_wall else ClockOrigin.SHARED,
+            skipped=table.skipped,
+        )
 
 
 def read_table(path: Path, fields: Mapping[str, Field], options: ReadOptions) -> CsvTable:
@@ -152,8 +182,7 @@ class _Reader:
 
     def __init__(self, path: Path, fields: Mapping[str, Field], options: ReadOptions) -> None:
         self._path, self._options = path, options
-        with path.open("rb") as file:
-            line = file.readline(_HEADER_BYTES)
+        line = header_line(path)
         self._header = header_names(line)
         if len(line) == _HEADER_BYTES and not line.endswith(b"\n"):
             raise line_error(path, 1, f"must be a header of less than {_HEADER_BYTES:,} bytes")
@@ -315,11 +344,10 @@ def _locate(path: Path, fields: Mapping[str, Field], header: Sequence[str]) -> d
     """Return the place of each field in the header; one that is not needed may lack."""
     where = {}
     for key, field in fields.items():
-        places = [i for i, name in enumerate(header) if name in field.names]
+        places = [i for i, name in enumerate(header) if name == field.name]
         if len(places) > 1 or (field.is_needed and not places):
-            wanted = " or ".join(field.names)
             columns = shown(", ".join(header))
-            raise line_error(path, 1, f"must have one column {wanted}, got {columns}")
+            raise line_error(path, 1, f"must have one column {field.name}, got {columns}")
         if places:
             where[key] = places[0]
     return where

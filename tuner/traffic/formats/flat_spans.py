@@ -8,19 +8,20 @@ Source: kubernetes-sigs/inference-perf, examples/otel/test_traces.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from tuner.errors import TraceError
-from tuner.traffic.formats.columns import Columns, ReadOptions, TraceFormat, no_time_unit, shown
-from tuner.traffic.formats.json_document import (
-    BYTE_ORDER_MARK,
-    JSON_HINT,
-    SkippedParts,
-    read_object,
+from tuner.traffic.formats.columns import (
+    Columns,
+    ReadOptions,
+    Skipped,
+    TraceFormat,
+    no_time_unit,
+    shown,
+    starts_object,
 )
+from tuner.traffic.formats.json_document import JSON_HINT, read_object
 from tuner.traffic.formats.jsonl_rows import Fault
 from tuner.traffic.formats.span_table import (
     REQUEST_SPAN,
@@ -31,17 +32,13 @@ from tuner.traffic.formats.span_table import (
     trace_key,
     whole,
 )
-from tuner.traffic.formats.wall_clock import wall_clock_fault
-
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-_DIGITS = re.compile(r"\d*", re.ASCII)
+from tuner.traffic.formats.wall_clock import nanoseconds_of, wall_clock_fault
 
 
 def matches(head: bytes) -> bool:
     """Return whether the file starts like an object with a list of flat spans."""
-    is_object = head.removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"{")
     is_flat = b'"spans"' in head and b'"start_time"' in head
-    return is_object and is_flat and b'"resourceSpans"' not in head
+    return starts_object(head) and is_flat and b'"resourceSpans"' not in head
 
 
 def read(path: Path, options: ReadOptions) -> Columns:
@@ -53,11 +50,11 @@ def read(path: Path, options: ReadOptions) -> Columns:
     spans = read_object(path).get("spans")
     if not isinstance(spans, list):
         raise TraceError(f"{path}: spans must be a list, got {shown(spans)}", JSON_HINT)
-    table, skipped = SpanTable(options), SkippedParts(path, options)
+    table, skipped = SpanTable(options), Skipped(path, options)
     for number, span in enumerate(spans, start=1):
         fault = _add(table, span)
         if fault is not None:
-            skipped.add_at(f"span {number}", *fault)
+            skipped.add(f"span {number}", *fault)
     return table.columns(path, skipped)
 
 
@@ -99,20 +96,6 @@ def _clock_fault(name: str, clock: object) -> str | None:
     if not isinstance(clock, str):
         return f"{name} must be a date and time as text, got {shown(clock)}"
     return wall_clock_fault(name, clock)
-
-
-def nanoseconds_of(clock: str) -> int:
-    """Return nanoseconds since 1970 of a checked wall clock; without a zone it is UTC.
-
-    >>> nanoseconds_of("1970-01-01T00:00:01.000000002")
-    1000000002
-    """
-    whole_part, _, rest = clock.partition(".")
-    found = _DIGITS.match(rest)
-    digits = found[0] if found else ""
-    at = datetime.fromisoformat(whole_part + rest[len(digits) :])
-    at = at if at.tzinfo is not None else at.replace(tzinfo=UTC)
-    return (at - _EPOCH) // timedelta(seconds=1) * 1_000_000_000 + int(digits.ljust(9, "0"))
 
 
 FLAT_SPANS = TraceFormat(name="flat-spans", matches=matches, read=read)

@@ -33,6 +33,7 @@ from tuner.traffic.formats.csv_table import (
     Field,
     Kind,
     first_value,
+    header_line,
     header_names,
     read_table,
 )
@@ -47,8 +48,6 @@ PROMPT, OUTPUT = "input_length", "output_length"
 
 LATEST_S = 7.3e9
 """The year 2201; a number above it counts in a smaller unit than seconds."""
-
-_HEADER_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,8 +74,7 @@ def matches(head: bytes) -> bool:
 
 def _header(path: Path) -> list[str]:
     """Return the names of the columns. Raises: TraceError if they are of no such recording."""
-    with path.open("rb") as file:
-        names = header_names(file.readline(_HEADER_BYTES))
+    names = header_names(header_line(path))
     if not _has_columns(names):
         raise line_error(
             path,
@@ -201,14 +199,14 @@ def read_in_flight(path: Path, options: ReadOptions) -> InFlightReadings:
 
 def _fields(names: list[str], time: str, *, is_wall: bool) -> dict[str, Field]:
     """Return the columns to read: in_flight comes before running and waiting."""
-    fields = {"time": Field((time,), Kind.WALL_CLOCK if is_wall else Kind.SECONDS)}
+    fields = {"time": Field(time, Kind.WALL_CLOCK if is_wall else Kind.SECONDS)}
     if IN_FLIGHT in names:
-        fields["level"] = Field((IN_FLIGHT,), Kind.SECONDS)
+        fields["level"] = Field(IN_FLIGHT, Kind.SECONDS)
     else:
-        fields["level"] = Field((RUNNING,), Kind.SECONDS)
-        fields["waiting"] = Field((WAITING,), Kind.SECONDS, is_needed=False, blank=True)
-    fields["prompt"] = Field((PROMPT,), Kind.TOKENS, is_needed=False)
-    fields["output"] = Field((OUTPUT,), Kind.TOKENS, is_needed=False)
+        fields["level"] = Field(RUNNING, Kind.SECONDS)
+        fields["waiting"] = Field(WAITING, Kind.SECONDS, is_needed=False, blank=True)
+    fields["prompt"] = Field(PROMPT, Kind.TOKENS, is_needed=False)
+    fields["output"] = Field(OUTPUT, Kind.TOKENS, is_needed=False)
     return fields
 
 

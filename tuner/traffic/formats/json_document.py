@@ -6,12 +6,13 @@ place of a line.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import msgspec
 
 from tuner.errors import TraceError
-from tuner.traffic.formats.columns import Skipped, shown
+from tuner.traffic.formats.columns import BYTE_ORDER_MARK, shown
 from tuner.traffic.formats.jsonl_rows import WRONG_JSON, parse_line
 
 MAX_DOCUMENT_BYTES = 1 << 30
@@ -20,23 +21,7 @@ MAX_DOCUMENT_BYTES = 1 << 30
 MAX_SECONDS = 1e9
 """Ours: thirty years; a longer stretch of time is in another unit."""
 
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 JSON_HINT = "give the JSON in UTF-8 as it was published or exported"
-
-
-class SkippedParts(Skipped):
-    """The wrong requests of one file so far, each with a place that need not be a line."""
-
-    def add_at(self, place: str, reason: str, hint: str = "") -> None:
-        """Count a wrong request.
-
-        Raises: TraceError that names it, unless wrong requests are to be skipped.
-        """
-        if not self._options.skip_invalid:
-            more = "--skip-invalid counts and skips such requests"
-            raise TraceError(f"{self._path} {place}: {reason}", hint or more)
-        self._first = self._first or f"{place}: {reason}"
-        self.add(0, reason, hint)
 
 
 def read_object(path: Path) -> dict[str, object]:
@@ -70,6 +55,11 @@ def why_wrong(data: bytes, cause: Exception) -> str:
     """Return why bytes are not the JSON that was expected; `cause` is what the decoder said."""
     parsed = parse_line(data)
     return parsed[0] if isinstance(parsed, tuple) else f"is not as expected: {cause}"
+
+
+def number_or_nan(value: object) -> float:
+    """Return a checked number; a missing one is nan."""
+    return float(value) if isinstance(value, int | float) else math.nan
 
 
 def seconds_fault(name: str, value: object) -> str | None:

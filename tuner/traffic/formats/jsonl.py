@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ from tuner.errors import TraceError
 from tuner.stats import Bools, Floats, Ints
 from tuner.traffic.concurrency import SECONDS_PER_OUTPUT_TOKEN
 from tuner.traffic.formats.columns import (
+    BYTE_ORDER_MARK,
     Columns,
     Labels,
     ReadOptions,
     Skipped,
     line_error,
+    recorded,
     tokens_are_plausible,
 )
 from tuner.traffic.formats.jsonl_rows import (
@@ -103,8 +106,8 @@ def join(
         prompt_tokens=np.concatenate([block.prompt for block in blocks]),
         output_tokens=output,
         hashes=_hashes(blocks, dialect.block_size),
-        e2e_s=_unless_unknown(e2e_s),
-        ttft_s=_unless_unknown(np.concatenate([block.ttft_s for block in blocks])),
+        e2e_s=recorded(e2e_s),
+        ttft_s=recorded(np.concatenate([block.ttft_s for block in blocks])),
         request_ids=_joined_texts(blocks, lambda block: block.request_ids),
         priorities=_joined(blocks, lambda block: block.priorities, 0),
         engines=_joined(blocks, lambda block: block.engines, -1),
@@ -119,10 +122,6 @@ def join(
         remarks=tuple(filter(None, remarks)),
         sampled_from=header.sampled_from,
     )
-
-
-def _unless_unknown(column_s: Floats) -> Floats | None:
-    return None if np.isnan(column_s).all() else column_s
 
 
 def _on_fractions(arrived: Floats, dialect: Dialect) -> str:
@@ -215,8 +214,6 @@ BLOCK_BYTES = 1 << 22
 MAX_LINE_BYTES = 1 << 24
 """Ours: a million tokens hashed in blocks of 16 need half a megabyte."""
 
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-
 _EPOCH_S = (1.0e9, 4.2e9)
 """Seconds since 1970 of the years 2001 to 2103; in milliseconds a recording would begin in its
 second week to seventh."""
@@ -305,11 +302,6 @@ def read_json_lines(path: Path, options: ReadOptions, settle: Settle) -> Columns
     return join(path, blocks, dialect, header, skipped)
 
 
-def first_line_of(head: bytes) -> bytes:
-    """Return the first line with anything in it, without a byte order mark."""
-    return head.removeprefix(_BYTE_ORDER_MARK).lstrip().split(b"\n", 1)[0]
-
-
 def _check_unit(path: Path, dialect: Dialect, row: dict[str, object]) -> None:
     """Refuse a clock that looks like seconds where milliseconds are usual. Raises: TraceError.
 
@@ -343,7 +335,7 @@ def _line_blocks(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield (number of its first line, whole lines) until the file ends."""
     line, rest = 1, b""
     with path.open("rb") as file:
-        if file.read(3) != _BYTE_ORDER_MARK:
+        if file.read(3) != BYTE_ORDER_MARK:
             file.seek(0)
         while data := file.read(BLOCK_BYTES):
             data = rest + data
@@ -385,27 +377,21 @@ def _try_block(data: bytes, dialect: Dialect) -> tuple[Block | None, str]:
     return (block if is_right else None), "not a valid request"
 
 
+def _row_type(dialect: Dialect) -> type[_Row]:
+    if dialect.clock == "arrived_at_s":
+        return _SecondsRow
+    if dialect.has_chats:
+        return _ChatRow
+    return _WholeMillisecondsRow if dialect.whole_ticks else _MillisecondsRow
+
+
 def _decode(data: bytes, dialect: Dialect) -> Block | None:
     """Return the columns, or None if a value is out of range."""
-    if dialect.clock == "arrived_at_s":
-        seconds = msgspec.json.Decoder(_SecondsRow).decode_lines(data)
-        arrived = np.fromiter((row.arrived_at_s for row in seconds), np.float64, len(seconds))
-        return _columns(seconds, arrived, dialect)
-    kind = _WholeMillisecondsRow if dialect.whole_ticks else _MillisecondsRow
-    if dialect.has_chats:
-        chats = msgspec.json.Decoder(_ChatRow).decode_lines(data)
-        arrived = np.fromiter((row.timestamp for row in chats), np.float64, len(chats))
-        return _columns(chats, arrived, dialect)
-    millis = msgspec.json.Decoder(kind).decode_lines(data)
-    arrived = np.fromiter((row.timestamp for row in millis), np.float64, len(millis))
-    return _columns(millis, arrived, dialect)
-
-
-def _columns(rows: Sequence[_Row], arrived: Floats, dialect: Dialect) -> Block | None:
+    rows = msgspec.json.Decoder(_row_type(dialect)).decode_lines(data)
     n = len(rows)
     lists = [row.hash_ids for row in rows]
     block = Block(
-        arrived=arrived,
+        arrived=np.fromiter(map(attrgetter(dialect.clock), rows), np.float64, n),
         prompt=np.fromiter((row.input_length for row in rows), np.int64, n),
         output=np.fromiter((row.output_length for row in rows), np.int64, n),
         e2e_s=np.array([row.e2e_s for row in rows], np.float64),

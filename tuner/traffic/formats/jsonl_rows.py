@@ -18,7 +18,7 @@ import numpy as np
 
 from tuner.traffic.concurrency import MAX_IN_FLIGHT, Concurrency
 from tuner.traffic.formats.columns import Skipped, line_error, shown, tokens_fault
-from tuner.traffic.prefixes import MAX_SIZE, MISFIT_HINT, counts_fit, misfit_reason
+from tuner.traffic.prefixes import MAX_SIZE, MISFIT_HINT, misfit_reason
 from tuner.traffic.traces import ClockOrigin, Remark, RemarkKind
 
 MAX_CLOCK = 1e16
@@ -176,17 +176,23 @@ def _hash_faults(row: dict[str, object], dialect: Dialect) -> Iterator[Fault]:
             f"block_size must be {stated or 'a number'}, as before, got {shown(size)}",
             "block_size must be a whole number above 0 and stand on the first line",
         )
-    ids = row.get("hash_ids")
-    if ids is None:
-        return
-    if not isinstance(ids, list) or not all(_is_id(i) for i in ids):
+    if row.get("hash_ids") is not None:
+        yield from ids_faults(row["hash_ids"], row.get("input_length"), dialect.block_size)
+
+
+def ids_faults(ids: object, prompt: object, block_size: int) -> Iterator[Fault]:
+    """Yield what is wrong with a request's hash ids: their type, and how many there are."""
+    is_whole = isinstance(ids, list) and all(type(one) is int for one in ids)
+    if not isinstance(ids, list) or not is_whole or not _fit_64_bits(ids):
         yield f"hash_ids must be a list of 64-bit whole numbers, got {shown(ids)}", ""
-        return
-    prompt = row.get("input_length")
-    if isinstance(prompt, int) and tokens_fault("", prompt, zero_is_fault=False) is None:
-        fits = counts_fit(np.array([len(ids)]), np.array([prompt]), dialect.block_size)
-        if not fits[0] or (not ids and prompt >= dialect.block_size):
-            yield misfit_reason(len(ids), prompt, dialect.block_size), MISFIT_HINT
+    elif isinstance(prompt, int) and tokens_fault("", prompt, zero_is_fault=False) is None:
+        extra = len(ids) - prompt // block_size
+        if extra != 0 and not (extra == 1 and prompt % block_size):
+            yield misfit_reason(len(ids), prompt, block_size), MISFIT_HINT
+
+
+def _fit_64_bits(ids: list[int]) -> bool:
+    return not ids or (min(ids) >= -(1 << 63) and max(ids) < 1 << 63)
 
 
 def _is_id(value: object) -> TypeGuard[int]:

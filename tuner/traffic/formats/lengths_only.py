@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from tuner.errors import TraceError
-from tuner.traffic.formats.columns import ReadOptions, TraceFormat
+from tuner.traffic.formats.columns import BYTE_ORDER_MARK, ReadOptions, TraceFormat
 from tuner.traffic.formats.csv_table import header_names
 from tuner.traffic.formats.vidur import OUTPUT, PROMPT, TIME
 
 _HEAD_BYTES = 1 << 16
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _OFFLINE_KEYS = (b'"request_id"', b'"type"', b'"input_length"')
 _CLOCK_KEYS = (b'"timestamp"', b'"arrived_at_s"', b'"chat_id"')
 _HISTOGRAM_KEYS = (b'"input_tokens": "{', b'"text_tokens": "{')
@@ -52,7 +51,7 @@ def _lack(head: bytes) -> str:
     names = header_names(head)
     if (PROMPT in names or OUTPUT in names) and TIME not in names:
         return f"has no arrival times (column {TIME})"
-    text = head.removeprefix(_BYTE_ORDER_MARK).lstrip()
+    text = head.removeprefix(BYTE_ORDER_MARK).lstrip()
     if not text.startswith(b"{"):
         return ""
     # These objects are flat, and printed over one line or several.

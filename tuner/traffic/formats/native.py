@@ -27,22 +27,15 @@ from tuner.traffic.formats.columns import (
     TimeUnit,
     TraceFormat,
     no_time_unit,
+    starts_object,
 )
-from tuner.traffic.formats.jsonl import first_line_of, read_json_lines
+from tuner.traffic.formats.jsonl import read_json_lines
 from tuner.traffic.formats.jsonl_rows import KEY, Dialect, Header
 from tuner.traffic.prefixes import MAX_SIZE
 from tuner.traffic.traces import Trace, ZeroOutput
 
 MOONCAKE_BLOCK_SIZE = 512
 """Source: Mooncake's FAST25 trace notes; the files themselves do not carry it."""
-
-
-def matches(head: bytes) -> bool:
-    """Return whether the file starts like a JSON object, good or bad.
-
-    Bad ones too: the reader then names the line and what it lacks.
-    """
-    return first_line_of(head).startswith(b"{")
 
 
 def read(path: Path, options: ReadOptions) -> Columns:
@@ -88,7 +81,8 @@ def in_seconds(options: ReadOptions) -> ReadOptions:
     return replace(options, time_unit=options.time_unit or TimeUnit.SECONDS)
 
 
-NATIVE = TraceFormat(name="native", matches=matches, read=read)
+# Bad objects too: the reader then names the line and what it lacks.
+NATIVE = TraceFormat(name="native", matches=starts_object, read=read)
 
 
 def native_rows(trace: Trace) -> Iterator[dict[str, object]]:

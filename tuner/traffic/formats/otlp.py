@@ -15,16 +15,17 @@ import msgspec
 
 from tuner.errors import TraceError
 from tuner.traffic.formats.columns import (
+    BYTE_ORDER_MARK,
     Columns,
     ReadOptions,
+    Skipped,
     TraceFormat,
     line_error,
     no_time_unit,
+    starts_object,
 )
 from tuner.traffic.formats.json_document import (
-    BYTE_ORDER_MARK,
     JSON_HINT,
-    SkippedParts,
     read_bytes,
     why_wrong,
 )
@@ -51,8 +52,7 @@ _START, _END = "startTimeUnixNano", "endTimeUnixNano"
 
 def matches(head: bytes) -> bool:
     """Return whether the file starts like an export of spans."""
-    is_object = head.removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"{")
-    return is_object and b'"resourceSpans"' in head
+    return starts_object(head) and b'"resourceSpans"' in head
 
 
 def read(path: Path, options: ReadOptions) -> Columns:
@@ -70,7 +70,7 @@ class _Reader:
     def __init__(self, path: Path, options: ReadOptions) -> None:
         self._path = path
         self._decoder = msgspec.json.Decoder(Export)
-        self._skipped = SkippedParts(path, options)
+        self._skipped = Skipped(path, options)
         self._table = SpanTable(options)
 
     def read(self) -> Columns:
@@ -115,7 +115,7 @@ class _Reader:
         for number, span in enumerate(export.spans(), start=1):
             fault = self._add(span)
             if fault is not None:
-                self._skipped.add_at(f"{place}span {number}", *fault)
+                self._skipped.add(f"{place}span {number}", *fault)
 
     def _add(self, span: OtlpSpan) -> Fault | None:
         """Add a span if it is a request; return what is wrong with it, if anything is."""

@@ -27,6 +27,7 @@ import numpy as np
 
 from tuner.errors import TraceError, UsageError
 from tuner.traffic.formats.columns import (
+    BYTE_ORDER_MARK,
     Columns,
     ReadOptions,
     Skipped,
@@ -210,7 +211,6 @@ _SHAPES = (0.01, 1e6)
 """Ours: far around the published shapes; beyond, doubles do not carry the gaps."""
 
 _MAX_LINE_BYTES = 1 << 12
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def matches(head: bytes) -> bool:
@@ -377,7 +377,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 def _fields(line: bytes) -> list[str]:
     if len(line) > _MAX_LINE_BYTES:
         return []
-    text = line.removeprefix(_BYTE_ORDER_MARK).decode("utf-8", "replace")
+    text = line.removeprefix(BYTE_ORDER_MARK).decode("utf-8", "replace")
     return [field.strip() for field in text.split(",")]
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Self
+from typing import IO
 
 import msgspec
 
@@ -122,8 +122,7 @@ def plain_file(path: Path, max_bytes: int = MAX_UNPACKED_BYTES) -> Iterator[Sour
         if str(path) == STDIN:
             with scratch_folder() as folder:
                 spooled, name = folder / "stdin", "standard input"
-                with _Spool(spooled, name, max_bytes) as spool:
-                    spool.copy(sys.stdin.buffer.read)
+                _spool(sys.stdin.buffer.read, spooled, name, max_bytes)
                 with _unpacked(spooled, name, max_bytes) as source:
                     yield source
         else:
@@ -146,46 +145,28 @@ def plain_file(path: Path, max_bytes: int = MAX_UNPACKED_BYTES) -> Iterator[Sour
 _ROOM_HINT = "free space there, or name a folder with more in TMPDIR"
 
 
-class _Spool:
-    """A temporary file that takes so many bytes, and no more than the disk has to spare.
+def _spool(read: Callable[[int], bytes], path: Path, name: str, max_bytes: int) -> None:
+    """Write all that there is to read to a temporary file, if the disk can spare so much.
 
-    Raises: TraceError at the first byte beyond.
+    Raises: TraceError at the first byte beyond that, or beyond max_bytes.
     """
-
-    def __init__(self, path: Path, name: str, max_bytes: int) -> None:
-        self._path, self._name = path, name
-        self._max_bytes = max_bytes
-        self._spare_bytes = int(shutil.disk_usage(path.parent).free * _FREE_SHARE)
-        self._size = 0
-
-    def __enter__(self) -> Self:
-        self._file = self._path.open("wb")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def write(self, data: bytes) -> None:
-        """Append. Raises: TraceError if there would be too much."""
-        self._size += len(data)
-        if self._size > self._max_bytes:
-            raise TraceError(
-                f"{self._name} holds more than {self._max_bytes:,} bytes of plain data",
-                "if it is no file made to fill a disk, allow more with --max-unpacked",
-            )
-        if self._size > self._spare_bytes:
-            folder = tempfile.gettempdir()
-            raise TraceError(
-                f"{self._name} holds more plain data than {folder} has room for: "
-                f"{self._spare_bytes:,} bytes to spare",
-                _ROOM_HINT,
-            )
-        self._file.write(data)
-
-    def copy(self, read: Callable[[int], bytes]) -> None:
-        """Append all that there is to read. Raises: TraceError if there is too much."""
+    spare_bytes = int(shutil.disk_usage(path.parent).free * _FREE_SHARE)
+    size = 0
+    with path.open("wb") as file:
         while data := read(_CHUNK_BYTES):
-            self.write(data)
+            size += len(data)
+            if size > max_bytes:
+                raise TraceError(
+                    f"{name} holds more than {max_bytes:,} bytes of plain data",
+                    "if it is no file made to fill a disk, allow more with --max-unpacked",
+                )
+            if size > spare_bytes:
+                raise TraceError(
+                    f"{name} holds more plain data than {tempfile.gettempdir()} has room for: "
+                    f"{spare_bytes:,} bytes to spare",
+                    _ROOM_HINT,
+                )
+            file.write(data)
 
 
 def _check_is_file(path: Path) -> None:
@@ -225,11 +206,8 @@ def _unpacked(path: Path, name: str, max_bytes: int) -> Iterator[Source]:
         return
     with scratch_folder() as folder:
         plain = folder / (path.stem or "trace")
-        with (
-            gzip.open(path) if head.startswith(_GZIP) else zstd.open(path) as packed,
-            _Spool(plain, name, max_bytes) as spool,
-        ):
-            spool.copy(packed.read)
+        with gzip.open(path) if head.startswith(_GZIP) else zstd.open(path) as packed:
+            _spool(packed.read, plain, name, max_bytes)
         _check_fits(plain, name)
         _link_companions(path, plain)
         yield _checked(Source(plain, name, sha256, _head(plain)))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import math
 import re
 from array import array
 from collections.abc import Iterator, Mapping
@@ -25,8 +24,16 @@ import numpy as np
 
 from tuner.errors import TraceError
 from tuner.stats import Bools
-from tuner.traffic.formats.columns import Columns, Labels, ReadOptions, shown, tokens_fault
-from tuner.traffic.formats.json_document import SkippedParts, seconds_fault
+from tuner.traffic.formats.columns import (
+    Columns,
+    Labels,
+    ReadOptions,
+    Skipped,
+    recorded,
+    shown,
+    tokens_fault,
+)
+from tuner.traffic.formats.json_document import number_or_nan, seconds_fault
 from tuner.traffic.formats.jsonl_rows import ZERO_HINT, Fault
 from tuner.traffic.traces import ClockOrigin, ZeroOutput
 
@@ -252,8 +259,8 @@ class SpanTable:
         self._arrived.append(frame.start_ns)
         self._prompt.append(_count(prompt))
         self._output.append(_count(output))
-        self._e2e_s.append(_number(e2e_s))
-        self._ttft_s.append(_number(ttft_s))
+        self._e2e_s.append(number_or_nan(e2e_s))
+        self._ttft_s.append(number_or_nan(ttft_s))
         self._failed.append(failed)
         self._is_engines.append(frame.is_engines)
         self._keys += frame.trace_key
@@ -272,7 +279,7 @@ class SpanTable:
         fault = tokens_fault(name, value, zero_is_fault=self._zero_is_fault)
         return (fault, ZERO_HINT if value == 0 else "") if fault is not None else None
 
-    def columns(self, path: Path, skipped: SkippedParts) -> Columns:
+    def columns(self, path: Path, skipped: Skipped) -> Columns:
         """Return all requests in file order, each once.
 
         Raises: TraceError if there is none, or none with token counts.
@@ -288,9 +295,9 @@ class SpanTable:
             ticks_per_s=1e9,
             prompt_tokens=np.array(self._prompt, dtype=np.int64),
             output_tokens=np.array(self._output, dtype=np.int64),
-            e2e_s=None if np.isnan(e2e_s).all() else e2e_s,
+            e2e_s=recorded(e2e_s),
             request_ids=tuple(self._ids) if any(self._ids) else None,
-            ttft_s=None if np.isnan(ttft_s).all() else ttft_s,
+            ttft_s=recorded(ttft_s),
             models=models if models.names else None,
             failed=failed.copy(),
             origin=ClockOrigin.WALL,
@@ -356,10 +363,6 @@ def _count(value: object) -> int:
     """Return a count; what a failed request has instead is 0."""
     is_fine = tokens_fault("", value, zero_is_fault=False) is None
     return value if is_fine and isinstance(value, int) else 0
-
-
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) else math.nan
 
 
 def _text(attributes: Mapping[str, object], names: tuple[str, ...]) -> str:

@@ -10,15 +10,15 @@ Source: Mutinifni/splitwise-sim, generate_trace.py; request.py, estimate_kv_cach
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from tuner.errors import TraceError
 from tuner.stats import Ints
-from tuner.traffic.formats.columns import Columns, ReadOptions, TimeUnit, TraceFormat, shown
+from tuner.traffic.formats.columns import Columns, ReadOptions, TraceFormat, shown
 from tuner.traffic.formats.csv_table import CsvTable, Field, Kind, ThreeColumns
-from tuner.traffic.traces import ClockOrigin
 
 _COLUMNS = ThreeColumns("arrival_timestamp", Kind.SECONDS, "prompt_size", "token_size")
 BATCH = "batch_size"
@@ -27,26 +27,21 @@ MAX_BATCH = 1024
 """Ours: the largest cap that vLLM sets by default; a greater number is another quantity."""
 
 _MORE = {
-    "request_id": Field(("request_id",), Kind.LABEL, is_needed=False),
-    "batch": Field((BATCH,), Kind.SECONDS, is_needed=False, blank=True),
+    "request_id": Field("request_id", Kind.LABEL, is_needed=False),
+    "batch": Field(BATCH, Kind.SECONDS, is_needed=False, blank=True),
 }
 
 
 def read(path: Path, options: ReadOptions) -> Columns:
-    """Return the columns, streamed and parsed in bulk; batches become requests.
+    """Return the columns; batches become requests.
 
-    Units: the clock in seconds, or in the unit that the options name.
     Raises: TraceError that names the first wrong line or request.
     """
     table = _COLUMNS.read(path, options, _MORE)
     sequences, skipped = _sequences(path, table, options)
-    columns = Columns(
-        arrived=table.numbers["arrived"],
-        ticks_per_s=(options.time_unit or TimeUnit.SECONDS).ticks_per_s,
-        prompt_tokens=table.whole["prompt"],
-        output_tokens=table.whole["output"],
+    columns = replace(
+        _COLUMNS.columns(table, options),
         request_ids=_request_ids(table),
-        origin=ClockOrigin.SHARED,
         skipped={**table.skipped, **skipped},
         remarks=_on_batches(sequences),
     )

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tuner.traffic.formats.columns import Columns, ReadOptions, TimeUnit, TraceFormat
+from tuner.traffic.formats.columns import Columns, ReadOptions, TraceFormat
 from tuner.traffic.formats.csv_table import Kind, ThreeColumns
-from tuner.traffic.traces import ClockOrigin
 
 TIME, PROMPT, OUTPUT = "arrived_at", "num_prefill_tokens", "num_decode_tokens"
 
@@ -17,20 +16,8 @@ _COLUMNS = ThreeColumns(TIME, Kind.SECONDS, PROMPT, OUTPUT)
 
 
 def read(path: Path, options: ReadOptions) -> Columns:
-    """Return the columns, streamed and parsed in bulk.
-
-    Units: the clock in seconds, or in the unit that the options name.
-    Raises: TraceError that names the first wrong line.
-    """
-    table = _COLUMNS.read(path, options)
-    return Columns(
-        arrived=table.numbers["arrived"],
-        ticks_per_s=(options.time_unit or TimeUnit.SECONDS).ticks_per_s,
-        prompt_tokens=table.whole["prompt"],
-        output_tokens=table.whole["output"],
-        origin=ClockOrigin.SHARED,
-        skipped=table.skipped,
-    )
+    """Return the columns. Raises: TraceError that names the first wrong line."""
+    return _COLUMNS.columns(_COLUMNS.read(path, options), options)
 
 
 VIDUR = TraceFormat(name="vidur", matches=_COLUMNS.stand_in, read=read)

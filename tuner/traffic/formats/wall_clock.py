@@ -6,7 +6,7 @@ Source: the five spellings that published traces use; a clock without zone is ta
 from __future__ import annotations
 
 import re
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 from tuner.traffic.formats.columns import shown
@@ -17,9 +17,25 @@ if TYPE_CHECKING:
 _EARLIEST, _LATEST = "1970", "2200"
 """Ours: nanoseconds since 1970 in 64 bits end in 2262, and polars wraps silently past it."""
 
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _PATTERN = re.compile(
     r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)(\.\d{1,9})?(Z|[+-]\d\d:?\d\d)?", re.ASCII
 )
+
+
+def nanoseconds_of(text: str) -> int:
+    """Return nanoseconds since 1970 of a wall clock. Raises: ValueError if it is none.
+
+    >>> nanoseconds_of("1970-01-01T00:00:01.000000002")
+    1000000002
+    """
+    match = _PATTERN.fullmatch(text)
+    if match is None or not _EARLIEST <= text <= _LATEST:
+        raise ValueError(text)
+    at = datetime.fromisoformat(f"{match[1]}T{match[2]}{match[4] or ''}")
+    at = at if at.tzinfo is not None else at.replace(tzinfo=UTC)
+    digits = (match[3] or "").removeprefix(".").ljust(9, "0")
+    return (at - _EPOCH) // timedelta(seconds=1) * 1_000_000_000 + int(digits)
 
 
 def wall_clock_fault(name: str, text: str) -> str | None:
@@ -28,14 +44,10 @@ def wall_clock_fault(name: str, text: str) -> str | None:
     >>> wall_clock_fault("TIMESTAMP", "2024-05-10 00:00:00+00:00") is None
     True
     """
-    expected = f"{name} must look like 2023-11-16 18:17:03.9799600, got {shown(text)}"
-    match = _PATTERN.fullmatch(text)
-    if match is None or not _EARLIEST <= text <= _LATEST:
-        return expected
     try:
-        datetime.fromisoformat(f"{match[1]}T{match[2]}{match[4] or ''}")
+        nanoseconds_of(text)
     except ValueError:
-        return expected
+        return f"{name} must look like 2023-11-16 18:17:03.9799600, got {shown(text)}"
     return None
 
 

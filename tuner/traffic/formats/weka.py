@@ -25,20 +25,22 @@ from tuner.traffic.formats.columns import (
     Columns,
     Labels,
     ReadOptions,
+    Skipped,
     TraceFormat,
     no_time_unit,
+    recorded,
     shown,
+    starts_object,
     tokens_fault,
 )
 from tuner.traffic.formats.json_document import (
-    BYTE_ORDER_MARK,
     MAX_SECONDS,
-    SkippedParts,
+    number_or_nan,
     read_object,
     seconds_fault,
 )
-from tuner.traffic.formats.jsonl_rows import ZERO_HINT, Fault
-from tuner.traffic.prefixes import MAX_SIZE, MISFIT_HINT, HashIds, misfit_reason, offsets_of
+from tuner.traffic.formats.jsonl_rows import ZERO_HINT, Fault, ids_faults
+from tuner.traffic.prefixes import MAX_SIZE, HashIds, offsets_of
 from tuner.traffic.traces import ClockOrigin, Turns, ZeroOutput, pauses_of
 
 CLOCK_S = 1.0
@@ -252,9 +254,8 @@ _LOCAL_SCOPES = {"local": True, "global": False}
 
 def matches(head: bytes) -> bool:
     """Return whether the file starts like one object that holds a session's requests."""
-    is_object = head.removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"{")
     has_requests = _REQUESTS.search(head) is not None
-    return is_object and has_requests and any(mark in head for mark in _MARKS)
+    return starts_object(head) and has_requests and any(mark in head for mark in _MARKS)
 
 
 def read(path: Path, options: ReadOptions) -> Columns:
@@ -273,7 +274,7 @@ class _Reader:
         self._path, self._session = path, session
         self._zero_is_fault = options.zero_output is ZeroOutput.REFUSE
         self._block_size = self._checked_block_size(options)
-        self._skipped = SkippedParts(path, options)
+        self._skipped = Skipped(path, options)
         self._requests = self._agents = 0
 
     def read(self) -> Columns:
@@ -299,8 +300,8 @@ class _Reader:
             prompt_tokens=np.array([r.prompt_tokens for r in requests], dtype=np.int64),
             output_tokens=np.array([r.output_tokens for r in requests], dtype=np.int64),
             hashes=self._hashes([request.ids for request in requests]),
-            e2e_s=None if np.isnan(e2e_s).all() else e2e_s,
-            ttft_s=None if np.isnan(ttft_s).all() else ttft_s,
+            e2e_s=recorded(e2e_s),
+            ttft_s=recorded(ttft_s),
             models=models if models.names else None,
             turns=layout.turns,
             origin=ClockOrigin.OWN,
@@ -352,30 +353,30 @@ class _Reader:
             got = shown(duration_ms)
             fault = f"duration_ms must be a number of milliseconds, at least 0, got {got}"
         if fault is not None:
-            self._skipped.add_at(f"sub-agent {self._agents}", fault)
+            self._skipped.add(f"sub-agent {self._agents}", fault)
             return None
         items = self._items(row.get("requests", []), depth + 1)
-        return SubAgent(_number(t), _number(duration_ms) / 1000, items)
+        return SubAgent(number_or_nan(t), number_or_nan(duration_ms) / 1000, items)
 
     def _request(self, row: object, reached_s: float) -> Request | None:
         self._requests += 1
         place = f"request {self._requests}"
         if not isinstance(row, dict):
-            self._skipped.add_at(place, f"must be a JSON object, got {shown(row)}")
+            self._skipped.add(place, f"must be a JSON object, got {shown(row)}")
             return None
         fault = next(self._faults(row, reached_s), None)
         if fault is not None:
-            self._skipped.add_at(place, *fault)
+            self._skipped.add(place, *fault)
             return None
         ids = row.get("hash_ids")
         return Request(
-            t_s=_number(row["t"]),
+            t_s=number_or_nan(row["t"]),
             prompt_tokens=row["in"],
             output_tokens=row["out"],
             ids=None if ids is None else np.array(ids, dtype=np.int64),
-            api_s=_number(row.get("api_time")),
-            ttft_s=_number(row.get("ttft")),
-            think_s=_number(row.get("think_time")),
+            api_s=number_or_nan(row.get("api_time")),
+            ttft_s=number_or_nan(row.get("ttft")),
+            think_s=number_or_nan(row.get("think_time")),
             model=row.get("model"),
         )
 
@@ -396,25 +397,7 @@ class _Reader:
         if not isinstance(row.get("model"), str | None):
             yield f"model must be text, got {shown(row['model'])}", ""
         if row.get("hash_ids") is not None:
-            yield from self._hash_faults(row["hash_ids"], row["in"])
-
-    def _hash_faults(self, ids: object, prompt: int) -> Iterator[Fault]:
-        is_list = isinstance(ids, list) and all(type(one) is int for one in ids)
-        if not isinstance(ids, list) or not is_list or not _fit_64_bits(ids):
-            yield f"hash_ids must be a list of 64-bit whole numbers, got {shown(ids)}", ""
-            return
-        extra = len(ids) - prompt // self._block_size
-        if extra != 0 and not (extra == 1 and prompt % self._block_size):
-            yield misfit_reason(len(ids), prompt, self._block_size), MISFIT_HINT
-
-
-def _fit_64_bits(ids: list[int]) -> bool:
-    return not ids or (min(ids) >= -(1 << 63) and max(ids) < 1 << 63)
-
-
-def _number(value: object) -> float:
-    """Return a checked number; a missing one is nan."""
-    return float(value) if isinstance(value, int | float) else math.nan
+            yield from ids_faults(row["hash_ids"], row["in"], self._block_size)
 
 
 def _is_duration_ms(value: object) -> bool:
