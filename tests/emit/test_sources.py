@@ -27,6 +27,7 @@ from tuner.emit.registry import emit
 from tuner.emit.sources import read_emitted, read_run, read_source
 from tuner.emit.target import Names
 from tuner.emit.vllm import render
+from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.search.objective import Tier
 from tuner.search.race import Odds, RaceDecision, RaceVerdict
@@ -39,7 +40,9 @@ def test_a_run_directory_gives_the_file_that_the_run_itself_wrote(tmp_path: Path
     outcome = an_outcome()
     folder = a_run_dir(tmp_path, outcome, WITHOUT_SECRET)
     again = emit(Format.VLLM, read_run(folder), Names("best.yaml"))
-    wrote = render(WITHOUT_SECRET, 48, 4096, comments(outcome, "best.yaml", str(folder)))
+    wrote = render(
+        WITHOUT_SECRET, EngineLimits(48, 4096), comments(outcome, "best.yaml", str(folder))
+    )
     assert again == wrote
 
 

@@ -279,11 +279,6 @@ def _config_file(tried: _Tried, folder: Path) -> Path:
     if named.config and not (named.model or named.engine_args):
         return named.config
     path = folder / "verified.yaml"
-    text = render(
-        tried.engine.values,
-        tried.limits.max_num_seqs,
-        tried.limits.max_num_batched_tokens,
-        ["what tune verify was asked to try"],
-    )
+    text = render(tried.engine.values, tried.limits, ["what tune verify was asked to try"])
     write_atomic(path, text, secret=True)
     return path

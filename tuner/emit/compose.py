@@ -55,8 +55,9 @@ def write(rec: Recommendation, names: Names) -> str:
 
 def edit(documents: list[Any], rec: Recommendation, names: Names) -> list[str]:
     """Set both limits in the command of the service that runs vLLM."""
-    services = documents[0].get("services") if documents and _is_map(documents[0]) else None
-    if not _is_map(services) or not services:
+    root = documents[0] if documents else None
+    services = root.get("services") if isinstance(root, dict) else None
+    if not isinstance(services, dict) or not services:
         raise no_place(_PATH, "no services")
     holder = services[_chosen(services, names.workload)]
     if "command" not in holder and "entrypoint" not in holder:
@@ -77,13 +78,9 @@ def _chosen(services: dict[str, Any], wanted: str) -> str:
         raise no_place(f"services.{wanted}", f"services {', '.join(services)}")
     if wanted:
         return wanted
-    maps = [name for name, service in services.items() if _is_map(service)]
+    maps = [name for name, service in services.items() if isinstance(service, dict)]
     fit = running(maps, lambda name: evidence(services[name], name, _KEYS))
     if len(fit) != 1:
         got = f"{len(fit)} services that run vLLM among {', '.join(services)}"
         raise no_place(_PATH, got, "name the one to change with --name")
     return fit[0]
-
-
-def _is_map(value: object) -> bool:
-    return isinstance(value, dict)

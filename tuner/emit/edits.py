@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any, Final, TypeVar
 
 from tuner.emit.flags import flags
@@ -64,9 +64,14 @@ def find_object(documents: Sequence[Any], kinds: Sequence[str], name: str) -> di
     raise no_place(f"one {wanted}", f"{len(fit)}: {names}", "choose one with --name")
 
 
-def _name_of(document: Mapping[str, Any]) -> str:
+def metadata_of(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the metadata of an object of Kubernetes, empty where it has none."""
     metadata = document.get("metadata")
-    return str(metadata.get("name", "")) if isinstance(metadata, dict) else ""
+    return metadata if isinstance(metadata, dict) else {}
+
+
+def _name_of(document: Mapping[str, Any]) -> str:
+    return str(metadata_of(document).get("name", ""))
 
 
 def descend(node: Any, path: Sequence[str], shown: str) -> Any:  # noqa: ANN401 - any YAML
@@ -177,9 +182,7 @@ def edit_container(
     _check_words(lists, shown)
     for key, value in tuned.items():
         put_flag(lists, key, value)
-    for key in LIVE_LIMIT_KEYS:
-        for words in lists:
-            drop_flag(words, key)
+    drop_caps(lists)
 
 
 def _lines(holder: dict[str, Any], keys: Sequence[str]) -> Iterator[tuple[Any, Any]]:
@@ -217,9 +220,7 @@ def _edit_lines(
             _flag_pattern(key).search(masked(parent[place])) for parent, place in beside
         ):
             del missing[key]
-    for key in LIVE_LIMIT_KEYS:
-        for words in lists:
-            drop_flag(words, key)
+    drop_caps(lists)
     for parent, place in beside:
         parent[place] = like(parent[place], _with_values(parent[place], tuned))
     for parent, place in lines:
@@ -407,7 +408,7 @@ def put_flag(lists: Sequence[list[Any]], key: str, value: object) -> None:
         return
     wanted = flags({key: value})
     names = {key, twin(key)}
-    standing = [w for words in lists for w in words if _named(w) in names]
+    standing = [w for words in lists for w in words if key_of(w) in names]
     if len(standing) == 1 and any(_holds(words, wanted) for words in lists):
         return
     _drop_whole(lists, key, value)
@@ -422,7 +423,7 @@ def _drop_whole(lists: Sequence[list[Any]], key: str, value: object) -> None:
             drop_flag(words, name, takes=len(words) if isinstance(value, list) else 0)
 
 
-def _named(word: object) -> str:
+def key_of(word: object) -> str:
     """Return the key of a flag, "" for other words."""
     flag = str(word).partition("=")[0]
     return hyphenated(flag[2:]) if flag.startswith("--") else ""
@@ -441,10 +442,10 @@ def set_flag(words: list[Any], key: str, value: object) -> bool:
     """Give a flag that stands among the words its value, in the form it has there."""
     was_there = False
     for place, word in enumerate(words):
-        flag, equals, _ = str(word).partition("=")
-        if not flag.startswith("--") or hyphenated(flag[2:]) != key:
+        if key_of(word) != key:
             continue
         was_there = True
+        flag, equals, _ = str(word).partition("=")
         if equals:
             words[place] = like(word, f"{flag}={value}")
         elif place + 1 < len(words):
@@ -471,14 +472,17 @@ def add_flag(words: list[Any], key: str, value: object) -> None:
 def drop_flag(words: list[Any], key: str, takes: int = 1) -> None:
     """Take a flag out of the words, with at most so many that follow and are no flags."""
     for place in range(len(words) - 1, -1, -1):
-        flag, equals, _ = str(words[place]).partition("=")
-        if flag.startswith("--") and hyphenated(flag[2:]) == key:
-            end = place + 1
-            while not equals and end <= place + takes and end < len(words):
-                if str(words[end]).startswith("--"):
-                    break
-                end += 1
-            del words[place:end]
+        if key_of(words[place]) == key:
+            taken = () if "=" in str(words[place]) else words[place + 1 : place + 1 + takes]
+            behind = takewhile(lambda word: not str(word).startswith("--"), taken)
+            del words[place : place + 1 + len([*behind])]
+
+
+def drop_caps(lists: Sequence[list[Any]]) -> None:
+    """Take what would cap the limits out of lists of words."""
+    for words in lists:
+        for key in LIVE_LIMIT_KEYS:
+            drop_flag(words, key)
 
 
 def like(old: object, text: str) -> object:

@@ -13,6 +13,7 @@ from typing import Final
 
 from tuner.emit.recommendation import API_KEY, API_KEY_ENV, Recommendation
 from tuner.emit.target import Names
+from tuner.emit.yaml_text import commented
 from tuner.engine.serve_config import to_argv
 
 
@@ -69,12 +70,8 @@ def write(rec: Recommendation, names: Names) -> str:
     the next one where both are pasted into a terminal.
     """
     notes = one_key_note(rec) if rec.requires_api_key else []
-    above = [
-        line for text in rec.lines(f"sh {names.file}", notes) for line in text.splitlines()
-    ]
-    comments = "".join(f"# {line}".rstrip() + "\n" for line in above)
     words = [f"vllm serve {shlex.quote(rec.model)}"]
     if rec.requires_api_key:
         words.insert(0, f'{API_KEY_ENV}="${{{API_KEY_ENV}:?{ASKED}}}"')
     words.extend(shlex.quote(word) for word in flags(rec.flags_but()))
-    return comments + " \\\n  ".join(words) + "\n"
+    return commented(rec.lines(f"sh {names.file}", notes)) + " \\\n  ".join(words) + "\n"

@@ -25,6 +25,7 @@ from tuner.emit.edits import (
     evidence,
     find_container,
     find_object,
+    key_of,
     like,
     no_place,
 )
@@ -38,7 +39,6 @@ from tuner.engine.serve_config import (
     MAX_NUM_BATCHED_TOKENS,
     MAX_NUM_SEQS,
     human_integer,
-    hyphenated,
 )
 
 _OWN_FLAGS: Final = {
@@ -99,7 +99,9 @@ def _own_flags(own: Mapping[str, object]) -> list[str]:
     """Return the runtime's own flags, whose numbers it reads as plain ones and not as 8K."""
     made = []
     for key, value in own.items():
-        number = human_integer(value) if isinstance(value, str) and key in _NUMBERS else value
+        number = (
+            human_integer(value) if isinstance(value, str) and key == "max_model_len" else value
+        )
         if number is True:
             made.append(f"--{key}")
         elif number is not False:
@@ -134,9 +136,8 @@ def _respell(words: Any) -> None:  # noqa: ANN401 - any YAML
     Source: KServe, huggingfaceserver/__main__.py, parse_known_args.
     """
     for place, word in enumerate(words if isinstance(words, list) else ()):
-        flag, equals, value = str(word).partition("=")
-        key = hyphenated(flag[2:]) if flag.startswith("--") else ""
-        if key in (MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, *LIVE_LIMIT_KEYS):
+        if (key := key_of(word)) in (MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, *LIVE_LIMIT_KEYS):
+            _, equals, value = str(word).partition("=")
             words[place] = like(word, f"--{key}{equals}{value}")
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tuner.emit.edits import metadata_of
 from tuner.emit.hiding import Secrets, secrets_in
 from tuner.emit.json_patch import Operation, operations
 from tuner.emit.merge import Edit, edit_named, read_documents
@@ -35,8 +36,8 @@ def patch(
     path: Path,
     edit: Edit,
     rec: Recommendation,
-    file: str = "",
-    kind: PatchKind = PatchKind.OBJECT,
+    file: str,
+    kind: PatchKind,
 ) -> Patched:
     """Return the patch that edits the object in a file; the file stays as it is.
 
@@ -50,9 +51,9 @@ def patch(
     notes = edit_named(path, edit, after)
     changed = [pair for pair in zip(before, after, strict=True) if pair[0] != pair[1]]
     old, new = changed[0] if changed else ({}, {})
-    if changed and not _metadata(old).get("name"):
+    if changed and not metadata_of(old).get("name"):
         raise UsageError(f"{path} names no object: expected metadata.name, got none")
-    if "annotations" not in _metadata(old) and "annotations" in _metadata(new):
+    if "annotations" not in metadata_of(old) and "annotations" in metadata_of(new):
         # As a patch they would take the place of those that the server has put there.
         del new["metadata"]["annotations"]
         notes.append(
@@ -65,11 +66,6 @@ def patch(
         notes.append(f"{path} has these values already: the patch changes nothing")
     write = _component if kind is PatchKind.COMPONENT else _object
     return Patched(write(old, made, rec, file), tuple(notes))
-
-
-def _metadata(document: Mapping[str, Any]) -> Mapping[str, Any]:
-    metadata = document.get("metadata")
-    return metadata if isinstance(metadata, dict) else {}
 
 
 def _check_secrets(path: Path, made: list[Operation], secrets: Secrets) -> None:
@@ -88,7 +84,7 @@ def _object(
     """Return the operations as `kubectl patch` takes them."""
     if not made:
         return yaml_text(made, ["changes nothing"])
-    metadata = _metadata(document)
+    metadata = metadata_of(document)
     space = ["-n", str(metadata["namespace"])] if metadata.get("namespace") else []
     words = ["kubectl", "patch", str(document["kind"]).lower(), str(metadata["name"]), *space]
     words += ["--type", "json", "--patch-file", file or "patch.yaml"]
@@ -102,7 +98,7 @@ def _component(
     patches: list[object] = []
     if made:
         group, _, version = str(document.get("apiVersion", "")).rpartition("/")
-        name = str(_metadata(document)["name"])
+        name = str(metadata_of(document)["name"])
         target = {"group": group, "version": version, "kind": document["kind"], "name": name}
         named = {key: value for key, value in target.items() if value}
         patches = [{"target": named, "patch": BlockText(yaml_text(made))}]

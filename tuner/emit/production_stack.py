@@ -21,6 +21,7 @@ from tuner.emit import container
 from tuner.emit.edits import (
     annotate,
     descend,
+    drop_caps,
     drop_flag,
     find_object,
     merge_map,
@@ -32,7 +33,7 @@ from tuner.emit.flags import flags, without_expansion
 from tuner.emit.recommendation import API_KEY, Recommendation
 from tuner.emit.target import Names
 from tuner.emit.yaml_text import yaml_text
-from tuner.engine.serve_config import LIVE_LIMIT_KEYS, MAX_NUM_SEQS, human_integer, twin
+from tuner.engine.serve_config import MAX_NUM_SEQS, human_integer, twin
 
 _SWITCHES: Final = {
     "enableChunkedPrefill": "enable-chunked-prefill",
@@ -167,8 +168,7 @@ def _edit_extra(config: dict[str, Any], rec: Recommendation) -> None:
             drop_flag(words, twin(key), takes=0)
         elif key != MAX_NUM_SEQS:
             put_flag([words], key, value)
-    for key in LIVE_LIMIT_KEYS:
-        drop_flag(words, key)
+    drop_caps([words])
 
 
 def _switched_off(

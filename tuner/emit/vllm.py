@@ -17,6 +17,7 @@ from tuner.emit.merge import own_remark
 from tuner.emit.recommendation import EXACT, Recommendation, dropped
 from tuner.emit.target import Names
 from tuner.emit.yaml_text import yaml_text
+from tuner.engine.limits import EngineLimits
 from tuner.engine.serve_config import (
     LIVE_LIMIT_KEYS,
     MAX_NUM_BATCHED_TOKENS,
@@ -28,47 +29,35 @@ from tuner.engine.serve_config import (
     negated,
     twin,
 )
+from tuner.engine.shape import is_since
 from tuner.errors import UsageError
 
 
-def render(
-    values: Mapping[str, object],
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    comments: Sequence[str],
-) -> str:
+def render(values: Mapping[str, object], limits: EngineLimits, comments: Sequence[str]) -> str:
     """Return the file's text: comments, then the user's values with the two limits set.
 
     A false becomes `no-KEY: true`, because `vllm serve` drops a false in silence. Keys that
     would cap the limits from below are left out, and a comment says so.
 
-    Raises: ValueError if a limit is no number of at least 1, the budget is below the cap, or a
-        value is null.
+    Raises: ValueError if a value is null.
     Source: vLLM vllm/utils/argparse_utils.py, FlexibleArgumentParser.load_config_file.
 
-    >>> print(render({"model": "m", "enable-prefix-caching": False}, 16, 2048, ["why"]), end="")
+    >>> values = {"model": "m", "enable-prefix-caching": False}
+    >>> print(render(values, EngineLimits(16, 2048), ["why"]), end="")
     # why
     model: m
     no-enable-prefix-caching: true
     max-num-seqs: 16
     max-num-batched-tokens: 2048
     """
-    if not 1 <= max_num_seqs <= max_num_batched_tokens:
-        raise ValueError(
-            "limits must be 1 <= max_num_seqs <= max_num_batched_tokens, got "
-            f"{max_num_seqs} and {max_num_batched_tokens}"
-        )
-    spelled = {hyphenated(key): value for key, value in values.items()}
-    spelled |= {MAX_NUM_SEQS: max_num_seqs, MAX_NUM_BATCHED_TOKENS: max_num_batched_tokens}
-    kept = {key: value for key, value in spelled.items() if key not in LIVE_LIMIT_KEYS}
-    return yaml_text(_as_vllm_reads(kept), [*comments, *dropped(values)])
+    settings = Recommendation(values, limits).settings
+    return yaml_text(_as_vllm_reads(settings), [*comments, *dropped(values)])
 
 
 def render_plain(rec: Recommendation, names: Names) -> str:
     """Return the file with the two classic limits, which every vLLM reads."""
-    seqs, tokens = rec.limits.max_num_seqs, rec.limits.max_num_batched_tokens
     values = changed(rec.values, rec.knobs)
-    return render(values, seqs, tokens, rec.whole_lines(_command(names.file)))
+    return render(values, rec.limits, rec.whole_lines(_command(names.file)))
 
 
 def render_exact(rec: Recommendation, names: Names) -> str:
@@ -122,19 +111,9 @@ def exact_start(rec: Recommendation) -> tuple[int, int]:
             "does not hold",
             "name the run directory in place of the YAML file",
         )
-    if version and _release(version) < (0, 32):
+    if version and not is_since(version, 32):
         raise UsageError(f"vllm-exact needs vLLM 0.32 or later, the run had {version}", hint)
     return rec.started_at.max_num_seqs, rec.started_at.max_num_batched_tokens
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """Return the first two numbers of a version, (0, 0) where it has none.
-
-    >>> _release("0.32.0+cpu"), _release("unknown")
-    ((0, 32), (0, 0))
-    """
-    numbers = [int(part) for part in version.partition("+")[0].split(".")[:2] if part.isdigit()]
-    return tuple(numbers) if len(numbers) == 2 else (0, 0)
 
 
 def _as_vllm_reads(values: Mapping[str, object]) -> dict[str, object]:
