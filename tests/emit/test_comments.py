@@ -26,6 +26,7 @@ from tuner.errors import Caveat
 from tuner.replay.slo import Slo
 from tuner.run.outcome import RunFindings, make_outcome
 from tuner.run.records import ColdConfirmation
+from tuner.run.result import RunResult
 from tuner.search.judging import why_of
 from tuner.search.objective import Score, Tier
 from tuner.search.race import OTHER_TRAFFIC, UNFINISHED, Odds, RaceDecision, RaceVerdict
@@ -33,9 +34,13 @@ from tuner.search.trials import Phase, Trial
 from tuner.stats import Estimate
 
 
+def _told(result: RunResult) -> list[str]:
+    assert result.recommendation is not None
+    return comments(result, result.recommendation, "runs/x")
+
+
 def test_comments_carry_what_a_reader_needs_years_later() -> None:
-    lines = comments(made(), "best.yaml", "runs/x")
-    assert lines[0] == "vllm serve --config best.yaml"
+    lines = _told(made())
     text = "\n".join(lines)
     for words in (
         "1,234 requests of toy.jsonl (sha256 01234567…), the whole trace, 9 s",
@@ -71,7 +76,7 @@ def test_comments_carry_what_a_reader_needs_years_later() -> None:
 def test_what_decided_is_told_where_no_row_has_it(metric: str, said: str) -> None:
     """Of a window too small for the tail, or by a rate that is not measured beside others."""
     odds = Odds(0.99, None, 1.0, 0.25, 0.98, basis="this")
-    lines = comments(made(replace(CHANGE, metric=metric, odds=odds)), "best.yaml", "runs/x")
+    lines = _told(made(replace(CHANGE, metric=metric, odds=odds)))
     assert [line for line in lines if line.startswith("decided by")] == [said] * bool(said)
 
 
@@ -86,13 +91,13 @@ def test_a_change_that_does_not_gain_for_sure_says_what_it_is_for(
     (head,) = (x for x in capsys.readouterr().err.splitlines() if x.startswith("change to"))
     said = "it sustains the load with probability 0.9, which the current one does not"
     assert head.endswith(f": {said}") is is_told
-    assert (f"why: {said}" in comments(found, "best.yaml", "runs/x")) is is_told
+    assert (f"why: {said}" in _told(found)) is is_told
 
 
 def test_where_a_capacity_decides_each_is_told_at_its_own_largest_load() -> None:
     capacity = replace(CHANGE, metric="capacity", rounds=0)
     found = made(capacity)
-    (head,) = (x for x in comments(found, "best.yaml", "r") if x.startswith("against the"))
+    (head,) = (x for x in _told(found) if x.startswith("against the"))
     assert head.endswith(", each at the largest load at which it keeps the SLOs:")
     assert not made(replace(capacity, metric="e2e_p95")).at_which_load
     assert not made(replace(capacity, rounds=3)).at_which_load
@@ -102,7 +107,7 @@ def test_keeping_what_one_has_is_said_first_of_all() -> None:
     kept = RaceDecision(
         RaceVerdict.KEEP, CURRENT, WINNER, (), None, 3, "the gain is within noise"
     )
-    text = "\n".join(comments(made(kept), "best.yaml", "runs/x"))
+    text = "\n".join(_told(made(kept)))
     assert "KEEP WHAT YOU HAVE: max-num-seqs 32" in text
     assert "the gain is within noise" in text
     assert "best that was found, 8/2048" in text
@@ -112,11 +117,9 @@ def test_a_winner_that_did_not_race_is_not_said_to_have_been_measured() -> None:
     raced = made()
     # Of the three rounds two were of the pair.
     assert raced.how_raced == "2 rounds in turns"
-    assert "measured live, 2 rounds in turns" in "\n".join(
-        comments(raced, "best.yaml", "runs/x")
-    )
+    assert "measured live, 2 rounds in turns" in "\n".join(_told(raced))
     rows = tuple(replace(row, rounds=0, change_interval=None) for row in raced.evidence)
-    told = "\n".join(comments(replace(raced, evidence=rows), "best.yaml", "runs/x"))
+    told = "\n".join(_told(replace(raced, evidence=rows)))
     assert "predicted, corrected by 3 rounds of others" in told
     assert "measured live" not in told
 
@@ -128,7 +131,7 @@ def test_levels_that_are_predicted_say_of_how_much() -> None:
     trace = replace(made_of.trace, predicted_requests=9000, predicted="the whole trace, 60 s")
     rows = tuple(replace(row, rounds=0, change_interval=None) for row in raced.evidence)
     more = replace(raced, evidence=rows, provenance=replace(made_of, trace=trace))
-    told = "\n".join(comments(more, "best.yaml", "runs/x"))
+    told = "\n".join(_told(more))
     assert (
         "on 9,000 requests of toy.jsonl (sha256 01234567…), the whole trace, 60 s; "
         "1,234 of them replayed, " in told
@@ -157,7 +160,7 @@ def test_a_stretch_that_raced_has_its_own_change_beside_its_levels() -> None:
     ):
         of = given(CURRENT, INFO, **more)
         found = make_outcome(decision, GOAL, records, [], RunFindings(), of, "complete")
-        told = comments(found, "best.yaml", "runs/x")
+        told = _told(found)
         (row,) = (line for line in told if line.startswith("  requests_per_s"))
         assert f"0.500/s -> 1.00/s   ({row_is}" in row
         assert found.recommendation is not None
@@ -170,7 +173,7 @@ def test_slos_are_named_and_what_they_bound_is_compared() -> None:
     goal = replace(GOAL, slos=(Slo.parse("tpot_p99=50ms"),))
     records = [a_record(limits, round_=n) for limits in (WINNER, CURRENT) for n in (1, 2)]
     found = make_outcome(CHANGE, goal, records, [], RunFindings(), GIVEN, "complete")
-    told = comments(found, "best.yaml", "runs/x")
+    told = _told(found)
     assert "objective balanced, SLOs: tpot_p99=0.05s" in told
     assert [line.split()[0] for line in told].count("tpot_p99") == 1
 
@@ -189,7 +192,7 @@ def test_an_unfinished_run_says_whether_anything_was_raced(
             "predicted, not raced",
         ),
     ):
-        text = "\n".join(comments(result, "best.yaml", "runs/x"))
+        text = "\n".join(_told(result))
         assert f"interrupted: best so far, {left}" in text
         assert how in text
         show_outcome(result, "")
@@ -209,9 +212,7 @@ def test_cold_engines_that_showed_nothing_to_compare_confirm_nothing() -> None:
             current=scores[1],
             ratio=ratio,
         )
-        told[ratio] = "\n".join(
-            comments(replace(made(), confirmed_cold=cold), "best.yaml", "runs/x")
-        )
+        told[ratio] = "\n".join(_told(replace(made(), confirmed_cold=cold)))
     assert "confirmed on engines started cold: e2e_p95 -20.0% there" in told[0.8]
     assert "confirmed on engines started cold" not in told[None]
 
@@ -226,9 +227,9 @@ def test_the_gain_of_the_race_and_of_cold_engines_stand_beside_each_other() -> N
         metric="e2e_p99", winner=1.1, current_metric="e2e_p99", current=2.0, ratio=0.55
     )
     trials = (*result.trials, *cold)
-    told = comments(replace(result, trials=trials, confirmed_cold=shown), "best.yaml", "runs/x")
+    told = _told(replace(result, trials=trials, confirmed_cold=shown))
     kept = replace(CHANGE, verdict=RaceVerdict.KEEP, winner=CURRENT)
-    refuted = "\n".join(comments(replace(made(kept), confirmed_cold=shown), "b.yaml", "runs/x"))
+    refuted = "\n".join(_told(replace(made(kept), confirmed_cold=shown)))
     assert "tried on engines started cold" in refuted
     # Both of the race's measured 2 s; the row tells what is thought by all that is known.
     assert any("cold: e2e_p99 +0.0% in the race, -45.0% there" in line for line in told)
@@ -250,6 +251,6 @@ def test_what_is_predicted_has_both_of_its_intervals() -> None:
         for n, limits in enumerate((WINNER, CURRENT))
     ]
     result = make_outcome(decision, GOAL, records, [], RunFindings(), GIVEN, "complete")
-    told = "\n".join(comments(result, "best.yaml", "runs/x"))
+    told = "\n".join(_told(result))
     assert "(-20.0%, predicted, interval -22.0% … -18.0%)" in told
     assert "expected of e2e_p99: -20.0% (90% interval -25.0% … -15.0% over other" in told

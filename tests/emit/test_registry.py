@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -324,3 +325,19 @@ def test_a_name_that_kubernetes_refuses_is_refused(
             continue
         with pytest.raises(UsageError, match=rf"{option} .* cannot be a name in Kubernetes"):
             emit(chosen, rec, names)
+
+
+@pytest.mark.parametrize("chosen", WRITTEN)
+def test_the_command_above_a_file_takes_a_name_with_blanks(
+    chosen: Format, rec: Recommendation
+) -> None:
+    first = emit(chosen, rec, Names("my best.yaml")).split("\n")[0]
+    assert "my best.yaml" in shlex.split(first)
+
+
+@pytest.mark.parametrize("chosen", WRITTEN)
+def test_no_target_passes_control_characters_of_a_name_to_a_terminal(
+    chosen: Format, rec: Recommendation
+) -> None:
+    said = ("tuned on 9 requests of a\x1b[31m.jsonl",)
+    assert "# tuned on 9 requests of a?[31m.jsonl" in emit(chosen, replace(rec, comments=said))

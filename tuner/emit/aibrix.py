@@ -30,11 +30,11 @@ def _routed(rec: Recommendation, names: Names) -> tuple[Recommendation, Names, l
     # A folder is served under its path unless it is given a name.
     is_named = _SERVED in rec.settings or not rec.is_folder
     if name in served and is_named:
-        return rec, Names(names.file, name, names.container), []
+        return rec, replace(names, workload=name), []
     model_names = [*served, name] if _SERVED in rec.settings else [name]
     routed = replace(rec, values={**rec.values, _SERVED: model_names})
     message = f"clients name the model {name}: AIBrix routes by the name of the Service"
-    return routed, Names(names.file, name, names.container), [message]
+    return routed, replace(names, workload=name), [message]
 
 
 def write(rec: Recommendation, names: Names) -> str:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from tuner.errors import UsageError
 from tuner.run.records import Advice, TraceRecord
-from tuner.run.result import NOTHING_FEASIBLE, RunResult
+from tuner.run.result import RunResult
 from tuner.search.trials import ranked
 
 DECIDED_BY: Final = "decided by "
@@ -18,17 +17,11 @@ SET_BESIDE: Final = "set beside the limits: "
 """How the comment begins that names the keys of knobs, by which the next reader finds them."""
 
 
-def comments(result: RunResult, file_name: str, run_dir: str) -> list[str]:
-    """Return the comment lines that stand above the emitted values.
-
-    Raises: UsageError if the run recommends nothing.
-    """
-    advice, made = result.recommendation, result.provenance
-    if advice is None:
-        raise UsageError(f"{run_dir} recommends nothing: {NOTHING_FEASIBLE}", result.way_out)
-    trace, current, engine = made.trace, result.current, made.engine
+def comments(result: RunResult, advice: Advice, run_dir: str) -> list[str]:
+    """Return the comment lines that stand above the emitted values: the evidence for advice."""
+    made, current = result.provenance, result.current
+    trace, engine = made.trace, made.engine
     lines = [
-        f"vllm serve --config {file_name}",
         f"tuned {made.made_at[:10]} on {_on(trace)}",
         f"vLLM {engine and engine.vllm_version}, {engine and engine.device}, "
         f"{_how(result, advice)}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import replace
@@ -145,8 +146,9 @@ def emit(chosen: Format, rec: Recommendation, names: Names | None = None) -> str
         # Of a Deployment's name dots may separate parts.
         _check_name(NAME, wanted.workload, dots=chosen is Format.KUBERNETES)
         _check_name(CONTAINER, wanted.container)
-    file = wanted.file or TARGETS[chosen].file_name
-    return write(rec, Names(file, wanted.workload, wanted.container))
+    # It stands in the command above the file, which people paste into a shell.
+    file = shlex.quote(wanted.file or TARGETS[chosen].file_name)
+    return write(rec, replace(wanted, file=file))
 
 
 def emit_patch(

@@ -64,15 +64,16 @@ def recommendation_of(
 
     Raises: UsageError if it recommends nothing.
     """
-    if result.recommendation is None:
+    advice = result.recommendation
+    if advice is None:
         raise UsageError(f"{folder} recommends nothing: {NOTHING_FEASIBLE}", result.way_out)
     limits = result.deployed
     remaining, lost = without_lost(values)
     return Recommendation(
         values=remaining,
         limits=limits,
-        comments=tuple(comments(result, "", str(folder))[1:]),
-        facts=facts_of_run(result, result.recommendation, folder),
+        comments=tuple(comments(result, advice, str(folder))),
+        facts=facts_of_run(result, advice, folder),
         started_at=_started_at(result, limits),
         lost=lost,
         knobs={} if result.knobs is None else result.knobs.deployed,
