@@ -254,3 +254,16 @@ def test_what_is_predicted_has_both_of_its_intervals() -> None:
     told = "\n".join(_told(result))
     assert "(-20.0%, predicted, interval -22.0% … -18.0%)" in told
     assert "expected of e2e_p99: -20.0% (90% interval -25.0% … -15.0% over other" in told
+
+
+@pytest.mark.parametrize("rounds", [0, 3])
+def test_the_device_is_read_back_whether_or_not_there_was_a_race(rounds: int) -> None:
+    """A run that is interrupted before its race has one replay, of the current limits."""
+    decision = replace(CHANGE, verdict=RaceVerdict.KEEP, rounds=rounds)
+    records = [
+        a_record(limits, round_=n) for limits in (CURRENT, WINNER) for n in range(rounds)
+    ]
+    records = records or [a_record(CURRENT, round_=1)]
+    of = given(CURRENT, replace(INFO, device="CPU (2 cores, x86_64)"))
+    found = make_outcome(decision, GOAL, records, [], RunFindings(), of, "interrupted")
+    assert facts_in(_told(found), found.deployed)["device"] == "CPU (2 cores, x86_64)"

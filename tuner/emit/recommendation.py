@@ -247,7 +247,9 @@ _IN_COMMENTS: Final = {
     "trace": re.compile(r"tuned \S+ on [\d,]+ requests of (.+) \(sha256 "),
     "trace-sha256": re.compile(r"\(sha256 ([0-9a-f]+)…\)"),
     "vllm-version": re.compile(r"^vLLM (\d[\w.+]*), "),
-    "device": re.compile(r"^vLLM \d[\w.+]*, (.+?), (?=PREDICTED|measured live|\d+ settings)"),
+    "device": re.compile(
+        r"^vLLM \d[\w.+]*, (.+?), (?=PREDICTED|predicted|measured live|\d+ settings)"
+    ),
     "run-id": re.compile(r"^evidence: (?:.*/)?([^/]+)/?$"),
 }
 """Where the comments of an emitted file say what annotations say.
