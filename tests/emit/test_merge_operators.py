@@ -67,6 +67,9 @@ def test_what_an_operator_turns_off_unasked_is_told(tmp_path: Path) -> None:
     path.write_text(RUNTIME)
     (note,) = merge_into(path, Format.VLLM_RUNTIME, PLAIN, Names()).notes
     assert note.startswith("enableChunkedPrefill is not set there, which turns it off")
+    path.write_text(RUNTIME + "    extraArgs: [--enable-chunked-prefill]\n")
+    assert not merge_into(path, Format.VLLM_RUNTIME, PLAIN, Names()).notes
+    path.write_text(RUNTIME)
     without = replace(PLAIN, values={"model": "m", "no-enable-chunked-prefill": True})
     assert not merge_into(path, Format.VLLM_RUNTIME, without, Names()).notes
 

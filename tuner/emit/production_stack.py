@@ -24,6 +24,7 @@ from tuner.emit.edits import (
     drop_caps,
     drop_flag,
     find_object,
+    key_of,
     merge_map,
     no_place,
     put_flag,
@@ -175,8 +176,9 @@ def _switched_off(
     config: dict[str, Any], rec: Recommendation, keys: Sequence[str] = ("enablePrefixCaching",)
 ) -> list[str]:
     """Return a note on each switch that is off there by omission, and was on when measured."""
+    flagged = {key_of(word) for word in config["extraArgs"]}
     return [
         f"{key} is not set there, which turns it off; it was on when this was measured"
         for key in keys
-        if key not in config and rec.is_on(_SWITCHES[key])
+        if key not in config and _SWITCHES[key] not in flagged and rec.is_on(_SWITCHES[key])
     ]
