@@ -14,6 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -177,7 +178,7 @@ def _loaded(path: Path, text: str) -> tuple[YAML, list[Any]]:
 
     Raises: UsageError if the text is not YAML.
     """
-    best: tuple[int, YAML, list[Any]] | None = None
+    tried: list[tuple[int, YAML, list[Any]]] = []
     for indents in _INDENTS:
         yaml = _library(text, indents)
         try:
@@ -186,13 +187,11 @@ def _loaded(path: Path, text: str) -> tuple[YAML, list[Any]]:
         except (YAMLError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise _no_yaml(path, error) from None
         changed = sum(1 for _ in difflib.unified_diff(_lines(text), _lines(dumped), n=0))
-        if best is None or changed < best[0]:
-            best = (changed, yaml, documents)
+        tried.append((changed, yaml, documents))
         if not changed:
             break
-    if best is None:  # there is always a first way to indent
-        raise UsageError(f"{path} is not YAML")
-    return best[1], best[2]
+    _, yaml, documents = min(tried, key=itemgetter(0))
+    return yaml, documents
 
 
 def _no_yaml(path: Path, error: Exception) -> UsageError:
