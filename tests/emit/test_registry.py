@@ -341,3 +341,13 @@ def test_no_target_passes_control_characters_of_a_name_to_a_terminal(
 ) -> None:
     said = ("tuned on 9 requests of a\x1b[31m.jsonl",)
     assert "# tuned on 9 requests of a?[31m.jsonl" in emit(chosen, replace(rec, comments=said))
+
+
+@pytest.mark.parametrize("chosen", WRITTEN)
+def test_a_model_that_is_named_by_an_address_is_loaded_from_there(
+    chosen: Format, rec: Recommendation
+) -> None:
+    text = emit(chosen, rec.with_model("s3://bucket/folder/qwen"))
+    assert re.search(r"(?<!/)s3://bucket/folder/qwen(?!:)", text)
+    assert "the model is a folder" not in text
+    assert "/models/qwen" not in text

@@ -75,7 +75,7 @@ def write(rec: Recommendation, names: Names) -> str:
     shared = rec.flags_but("host", "port", "served-model-name")
     own = {_OWN_FLAGS[key]: shared.pop(key) for key in _OWN_FLAGS if key in shared}
     model: dict[str, Any] = {"modelFormat": {"name": "huggingface"}}
-    if rec.is_folder:
+    if rec.is_folder or rec.is_address:
         model["storageUri"] = uri(rec)
     else:
         own = {"model_id": rec.model, **own}

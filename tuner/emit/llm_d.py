@@ -25,6 +25,8 @@ _PARALLELISM: Final = {"tensor": "tensor-parallel-size", "data": "data-parallel-
 
 def uri(rec: Recommendation) -> str:
     """Return where the model's files come from: the hub, or a volume claim for a folder."""
+    if rec.is_address:
+        return rec.model
     return f"pvc://{container.claim(rec)}/{rec.name}" if rec.is_folder else f"hf://{rec.model}"
 
 

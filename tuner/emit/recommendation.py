@@ -154,7 +154,13 @@ class Recommendation:
     @property
     def is_folder(self) -> bool:
         """Whether the model is a folder of the machine that was tuned on."""
-        return self.model.startswith((".", "/", "~")) or self.model.count("/") > 1
+        is_path = self.model.startswith((".", "/", "~")) or self.model.count("/") > 1
+        return is_path and not self.is_address
+
+    @property
+    def is_address(self) -> bool:
+        """Whether the model is loaded from an address, as in s3://bucket/model."""
+        return "://" in self.model
 
     @property
     def name(self) -> str:
