@@ -185,12 +185,20 @@ def engine_of_profile(
 
 
 def check_model(values: Mapping[str, object]) -> None:
-    """Refuse a folder that is not there before vLLM takes it for a name on a hub."""
+    """Refuse a folder that is not there before vLLM takes it for a name on a hub.
+
+    >>> check_model({"model": "s3://bucket/llama"})
+    >>> check_model({"model": "./llama"})
+    Traceback (most recent call last):
+    tuner.errors.UsageError: model folder ./llama does not exist
+    """
     model = str(values.get("model", ""))
     if not model:
         raise UsageError(
             "the configuration names no model", "add --model, or a line `model:` to --config"
         )
+    if "://" in model:  # an address that vLLM loads from
+        return
     looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1
     folder = Path(os.path.expanduser(model))  # noqa: PTH111 - Path.expanduser raises on ~nobody
     if looks_local and not folder.exists():
