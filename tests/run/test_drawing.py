@@ -25,7 +25,7 @@ from tuner.search.budget import Aim
 from tuner.search.effects import Unexplained
 from tuner.search.judging import COST, LOAD, SLO
 from tuner.search.ladder import alike
-from tuner.search.objective import Objective
+from tuner.search.objective import WORST_SLACK, Objective
 from tuner.search.posterior import MODEL_ALONE, Draws
 from tuner.search.race import OTHER_TRAFFIC, RaceVerdict
 from tuner.search.trials import leader
@@ -190,6 +190,22 @@ def test_what_replays_showed_beyond_the_prediction_moves_what_is_told_of_cold_en
     assert moved.log_window - plain.log_window == pytest.approx(learnt)
     for before, after in ((plain.here, moved.here), (plain.gain, moved.gain)):
         assert np.log(after.value / before.value) == pytest.approx(learnt, abs=0.005)
+
+
+def test_what_cold_engines_should_show_is_of_the_same_metric_as_what_they_show() -> None:
+    """Of what is optimised, though the SLOs decided: that one of them is off is not of that."""
+    aim = Aim(Objective.BALANCED, (Slo.parse("ttft_p95=1ms"),), ReplayPlan(), None)
+    predictor, found = predicted(traffic(0, 700, 8.0), aim)
+    off = [(at, off) for _ in range(4) for at, off in ((0, 0.3), (1, 0.0))]
+    plain, slo_off, cost_off = (
+        not_none(
+            predict_deployed(predictor, found, found.workload, SETTINGS, WORST_SLACK, shown)
+        )
+        for shown in (None, Unexplained.of(2, slo=off), Unexplained.of(2, cost=off))
+    )
+    assert slo_off.log_window == plain.log_window
+    assert cost_off.log_window - plain.log_window == pytest.approx(0.3, abs=0.01)
+    assert np.log(slo_off.here.value / plain.here.value) == pytest.approx(0.3, abs=0.01)
 
 
 def test_a_tail_that_is_off_tells_nothing_of_the_load_nor_of_another_metric_of_an_slo() -> None:

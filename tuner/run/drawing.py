@@ -30,7 +30,7 @@ from tuner.run.predict import (
 from tuner.search.effects import UNEXPLAINED, Effects, Unexplained
 from tuner.search.judging import COST, SLO
 from tuner.search.ladder import FINALISTS, alike
-from tuner.search.objective import WORST_SLACK, Objective, Score
+from tuner.search.objective import Objective, Score
 from tuner.search.posterior import CONTENDS, Draws, Learnable, drawn_of, wider_for
 from tuner.search.race import CONFIDENCE, Odds, RaceDecision
 from tuner.search.trials import Observation, leader
@@ -99,8 +99,9 @@ def _likeliest(
 class Deployed:
     """A setting over the current one, as predicted of engines started with either.
 
-    `gain` is the ratio on other traffic of the kind, `here` on the traffic as recorded, and
-    `log_window` the logarithm of that on the window that raced.
+    `gain` is the ratio on other traffic of the kind and `here` on the traffic as recorded, of
+    the metric that decided; `log_window` is the logarithm of that of what is optimised, which
+    cold engines are compared by, on the window that raced.
     """
 
     gain: Estimate
@@ -136,8 +137,7 @@ def predict_deployed(
     )
     log_window = ours.log_over(theirs)
     if unexplained is not None:
-        shown = unexplained.slo if metric == WORST_SLACK else unexplained.cost
-        log_window += float(shown.mean[0] - shown.mean[1])
+        log_window += float(unexplained.cost.mean[0] - unexplained.cost.mean[1])
     if gain is None or here is None or not math.isfinite(log_window):
         return None
     return Deployed(gain, here, log_window)
