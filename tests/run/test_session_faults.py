@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
 from support.job_parts import SHORT, arguments_for, run
 from support.odd_toys import FragileSource
+from support.run_parts import a_profile, a_run, a_space
 from support.toy import ToySource
 from support.toy_tune import CROWDED, job_on, write_trace
-from support.traffic import a_trace
-from tuner.errors import EngineError, NoFeasibleConfigError, TooFewSamplesError, UsageError
+from support.traffic import a_trace, steady
+from tuner.engine.limits import EngineLimits
+from tuner.errors import (
+    EngineError,
+    NoFeasibleConfigError,
+    StorageError,
+    TooFewSamplesError,
+    UsageError,
+)
 from tuner.run.inputs import fit_lengths
+from tuner.run.journal import Journal
+from tuner.run.options import TuningOptions
+from tuner.run.sessions.shadow import ShadowSession
+from tuner.run.start import prepare
+from tuner.run.tune import _Run
+from tuner.search.race import RaceDecision
+from tuner.search.trials import Trial
+from tuner.shadow.predictor import Predictor
 from tuner.traffic.traces import TooLong
 
 
@@ -128,3 +145,43 @@ def test_an_engine_that_refuses_a_key_is_told_before_anything_is_measured(
         job_on(ToySource(), arguments_for(trace, "--engine-arg", "toy-refuses=1", *SHORT))
     assert "trial" not in capsys.readouterr().err
     assert [one.name for one in trace.parent.iterdir()] == ["t.jsonl"]
+
+
+class AwayJournal(Journal):
+    """A study whose storage is away for good."""
+
+    def set_state(self, text: str) -> None:
+        """Raise StorageError."""
+        raise StorageError(f"the storage is away, and cannot say {text}")
+
+    def records(self) -> list[Trial]:
+        """Raise StorageError."""
+        raise StorageError("the storage is away")
+
+
+@dataclass(slots=True)
+class EndedSession(ShadowSession):
+    """A run that ends with an error before anything is decided."""
+
+    error: BaseException = field(default_factory=KeyboardInterrupt)
+
+    def run(self) -> RaceDecision:
+        """Raise the error."""
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [EngineError("the GPU fell off the bus"), KeyboardInterrupt()])
+def test_what_ended_a_run_is_told_though_its_storage_is_away_by_then(
+    tmp_path: Path, error: BaseException
+) -> None:
+    space, traffic = a_space(EngineLimits(16, 2048)), steady(40, per_s=10)
+    predictor = Predictor(a_profile(), space.ceiling)
+    with a_run(tmp_path, traffic, space) as begun:
+        journal = AwayJournal(begun.context.run_dir.storage_url, "study", join=True)
+        context = replace(begun.context, journal=journal)
+        session = EndedSession(context, predictor, error=error)
+        prepared = prepare(TuningOptions(traffic, run_dir=tmp_path / "other"))
+        with pytest.raises(type(error)) as caught:
+            _Run(prepared, session, None).to_the_end()
+        journal.close()
+    assert caught.value is error

@@ -125,16 +125,18 @@ class _Run:
         return RaceDecision(*parts, is_predicted=is_predicted)
 
     def _failed(self) -> None:
-        """Let the workers go, and write what there is."""
-        with suppress(StorageError):  # what failed first is what is told
+        """Let the workers go, and write what there is; what failed first is what is told."""
+        with suppress(StorageError):
             self._context.journal.set_state("failed")
-        self._write(self._so_far(), "failed")
+        with suppress(StorageError):
+            self._write(self._so_far(), "failed")
 
     def _interrupted(self) -> None:
-        if not self._context.journal.observations():
-            self._context.listener.note("interrupted before anything was measured")
-            return
-        self._write(self._so_far(), "interrupted")
+        with suppress(StorageError):
+            if self._context.journal.records():
+                self._write(self._so_far(), "interrupted")
+            else:
+                self._context.listener.note("interrupted before anything was measured")
 
     def _write(self, decision: RaceDecision, state: str) -> RunResult | None:
         """Write result.json; None when nothing was measured yet."""
