@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from support.optional import not_none
-from support.run_parts import a_profile
+from support.run_parts import a_profile, a_run, a_space
 from support.toy import ToyCosts, ToyEngine, ToySource
 from support.traffic import kept, replay_toy, steady
 from tuner.engine.limits import EngineLimits
@@ -17,8 +19,9 @@ from tuner.engine.protocol import Batch, Step
 from tuner.engine.steps import StepLog
 from tuner.errors import ShadowError, TooFewSamplesError
 from tuner.replay.plan import ReplayPlan
-from tuner.run.calibrate import calibration_settings
+from tuner.run.calibrate import CALIBRATION_SHARE, _outlook, calibration_settings
 from tuner.run.rounds import predicted_part
+from tuner.run.time_plan import race_windows
 from tuner.search.budget import Aim, warmed
 from tuner.search.objective import Objective
 from tuner.search.space import TOKEN_BUDGETS, SearchSpace
@@ -68,6 +71,19 @@ def test_calibrating_on_a_window_of_thinned_traffic_is_on_its_lead_in_too(load: 
     loaded = at_load(part, load)
     assert loaded.measured == len(loaded)
     assert float(loaded.due_s[0]) < window.lead_in_s
+
+
+def test_the_outlook_is_of_the_windows_that_will_race(tmp_path: Path) -> None:
+    rate, trace = 2.0, steady(2000, per_s=10.0)
+    space = a_space(EngineLimits(16, 2048))
+    with a_run(tmp_path, trace, space, budget_s=1000.0) as run:
+        run.engine.ensure_started()
+        said = _outlook(run.runner, rate)
+        run.context.stopwatch.total_s -= CALIBRATION_SHARE * run.context.budget.total_s
+        windows = race_windows(run.context, rate)
+    replay_s = rate * sum(window.length_s + window.lead_in_s for window in windows)
+    told = not_none(re.search(r"takes about ([0-9.]+) s", said))
+    assert float(told[1]) == pytest.approx(replay_s, rel=0.02)
 
 
 def test_settings_are_spread_over_caps_and_budgets() -> None:

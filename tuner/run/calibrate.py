@@ -35,9 +35,9 @@ from tuner.run.drawing import Drawing
 from tuner.run.journal import Round
 from tuner.run.predict import predict
 from tuner.run.rounds import STEPS, Steps, predicted_part, share_round, unpacked
-from tuner.run.time_plan import fly_pilot
+from tuner.run.time_plan import LIVE_REPLAYS, fly_pilot
 from tuner.run.trial_runner import TrialRunner
-from tuner.search.budget import RACE_REPLAYS, choose_windows, least_window, outlook
+from tuner.search.budget import choose_windows, least_window, outlook
 from tuner.search.objective import Objective
 from tuner.search.posterior import saved_by_more
 from tuner.search.space import SearchSpace
@@ -547,9 +547,9 @@ def _outlook(runner: TrialRunner, rate: float) -> str:
     else:
         left_s = context.left_s - CALIBRATION_SHARE * context.budget.total_s
         try:
-            windows = choose_windows(trace, rate, left_s, RACE_REPLAYS)
+            windows = choose_windows(trace, rate, left_s, LIVE_REPLAYS, aim.least_requests)
         except UsageError:
-            windows = (least_window(trace),)
+            windows = (least_window(trace, aim.least_requests),)
     replay_s = sum(w.length_s + w.lead_in_s for w in windows) * rate
     current = context.space.current
     cold_s = engine.cold_start_s(current) + engine.cold_start_s(engine.ceiling)
