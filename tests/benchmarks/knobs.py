@@ -52,7 +52,7 @@ from tuner.run.drawing import FEW_DRAWS, Drawing, compare_engines
 from tuner.run.knobs.advice import advise
 from tuner.run.knobs.known import KNOBS, Change, Place, kv_times
 from tuner.run.knobs.records import KnobAdvice
-from tuner.run.predict import Predictions, at_own_speed, predict, predict_more, scored
+from tuner.run.predict import Predictions, at_own_speed, predict, predict_more
 from tuner.search.budget import Aim
 from tuner.search.objective import Objective, Tier
 from tuner.search.space import SearchSpace, search_space
@@ -143,7 +143,7 @@ def missed(trace: Trace, searched: Searched) -> float:
         nothing = Predictions(workload_of(part))
         whole_grid = predict_more(changed, nothing, [*space.grid(), chosen])
         for at, outcome in whole_grid.outcomes.items():
-            score = scored(whole_grid.workload, outcome)
+            score = whole_grid.workload.score(outcome)
             cost = score.value if score.tier is Tier.GOOD else math.inf
             costs.append(cost)
             if at == chosen and keys == settings:
@@ -203,7 +203,7 @@ def foretold(
     drawn = []
     for one in (predictor, *(change.engine(predictor) for change in changes)):
         found = predict_more(one, nothing, [limits])
-        score = scored(workload, found.outcomes[limits])
+        score = workload.score(found.outcomes[limits])
         draws = Drawing(one, found).draws([limits], FEW_DRAWS)
         drawn.append((score.value_in(Tier.GOOD), draws))
     for value, draws in drawn[1:]:
@@ -277,7 +277,7 @@ def off_at_own_speed(
     for start in (start for start in starts if math.isfinite(start.cost)):
         one = at_own_speed(predictor, workload, limits, start.step_s)
         if one is not None:
-            cost = scored(workload, one).value_in(Tier.GOOD)
+            cost = workload.score(one).value_in(Tier.GOOD)
             found.append((start.cost / cost, start.step_s * plain.steps / plain.busy_s))
     return found
 
@@ -341,7 +341,7 @@ def started(
             outcome = failure or engine.measure(names, limits, plan, ())
     if not isinstance(outcome, Measurement):
         return Start(math.inf, math.nan)
-    cost = scored(workload, outcome).value_in(Tier.GOOD)
+    cost = workload.score(outcome).value_in(Tier.GOOD)
     return Start(cost, outcome.busy_s / max(outcome.steps, 1))
 
 

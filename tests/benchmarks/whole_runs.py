@@ -51,7 +51,6 @@ from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import EngineProcess
 from tuner.run.context import Workload
 from tuner.run.options import TuningOptions
-from tuner.run.predict import scored
 from tuner.run.tune import tune
 from tuner.search.budget import Aim
 from tuner.search.objective import Objective, Tier
@@ -130,7 +129,7 @@ def live_grid(
             order.shuffle(turn)
             for limits in turn:
                 measured = measure([host.replay("window", limits, ReplayPlan())])
-                cost = scored(workload, measured).value_in(Tier.GOOD)
+                cost = workload.score(measured).value_in(Tier.GOOD)
                 costs[limits].append(cost)
                 print(f"  round {number + 1}, {limits}: {cost:.4g} s", flush=True)
     return costs

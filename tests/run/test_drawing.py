@@ -25,7 +25,7 @@ from tuner.search.budget import Aim
 from tuner.search.effects import Unexplained
 from tuner.search.judging import COST, LOAD, SLO
 from tuner.search.ladder import alike
-from tuner.search.objective import WORST_SLACK, Objective
+from tuner.search.objective import WORST_SLACK, Objective, Tier
 from tuner.search.posterior import MODEL_ALONE, Draws
 from tuner.search.race import OTHER_TRAFFIC, RaceVerdict
 from tuner.search.trials import leader
@@ -69,6 +69,11 @@ def drawn(trace: Trace, wrong_ratio: float = 0.03, draws: int = DRAWS) -> Draws:
     return Drawing(*predicted(trace, wrong_ratio=wrong_ratio)).draws(SETTINGS, draws)
 
 
+def costs(found: Predictions) -> list[float]:
+    """Return what settings cost as predicted."""
+    return [found.workload.score(found.outcomes[x]).value_in(Tier.GOOD) for x in SETTINGS]
+
+
 def elsewhere(drawn: Draws, *settings: EngineLimits) -> Floats:
     """Return what other traffic makes of settings. Shapes: [draws, settings]."""
     return drawn.elsewhere(settings)[:, :, COST]
@@ -80,11 +85,12 @@ def test_the_same_seed_draws_the_same_in_any_order_of_threads() -> None:
 
 
 def test_draws_lie_about_what_was_predicted_of_the_traffic_as_it_was_recorded() -> None:
-    found = drawn(traffic(0))
-    other = elsewhere(found, *SETTINGS)
+    predictor, known = predicted(traffic(0))
+    found = Drawing(predictor, known).draws(SETTINGS)
+    other, point = elsewhere(found, *SETTINGS), costs(known)
     assert found.values.shape == other.shape == (DRAWS, len(found.settings))
-    np.testing.assert_allclose(np.exp(np.log(other).mean(axis=0)), found.point)
-    np.testing.assert_allclose(np.median(found.values, axis=0), found.point, rtol=0.02)
+    np.testing.assert_allclose(np.exp(np.log(other).mean(axis=0)), point)
+    np.testing.assert_allclose(np.median(found.values, axis=0), point, rtol=0.02)
 
 
 def test_a_longer_recording_is_surer() -> None:
@@ -294,7 +300,7 @@ def test_what_other_traffic_of_the_kind_bears_lies_in_the_told_interval() -> Non
 def test_intervals_hold_what_other_traffic_of_the_kind_brings() -> None:
     """The truth is the ratio of two settings' tails over a very long recording."""
     per_s = 6.0
-    better, current = drawn(traffic(99, 60_000, per_s), wrong_ratio=1e-9, draws=1).point
+    better, current = costs(predicted(traffic(99, 60_000, per_s), wrong_ratio=1e-9)[1])
     held = 0
     for seed in range(60):
         found = drawn(traffic(seed, 1500, per_s), wrong_ratio=1e-9)

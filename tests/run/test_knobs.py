@@ -314,9 +314,7 @@ def test_knobs_that_keep_an_slo_need_not_be_faster(
     broken = Score(Tier.BREAKS_SLO, 1.6, WORST_SLACK, (("e2e_p95", 2.0),), 1.6)
     found = replace(FOUND, metric=WORST_SLACK)
     monkeypatch.setattr(advice_module, "_started", lambda *args: args[-1])
-    monkeypatch.setattr(
-        advice_module, "scored", lambda _, settings: kept if settings else broken
-    )
+    monkeypatch.setattr(Workload, "score", lambda _, settings: kept if settings else broken)
     with a_run(tmp_path, steady(120, per_s=4.0), SPACE, ToySource()) as made:
         made.context.stopwatch.begin()
         made.context.stopwatch.total_s = 600.0

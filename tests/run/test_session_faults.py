@@ -170,7 +170,7 @@ class EndedSession(ShadowSession):
         raise self.error
 
 
-@pytest.mark.parametrize("error", [EngineError("the GPU fell off the bus"), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [EngineError("it fell off the bus"), KeyboardInterrupt()])
 def test_what_ended_a_run_is_told_though_its_storage_is_away_by_then(
     tmp_path: Path, error: BaseException
 ) -> None:

@@ -19,9 +19,8 @@ from tuner.replay.metrics import measure
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.series import ReplayTimelines, SavedTimelines, timeline_record
 from tuner.run.directory import RESULT_FILE, RUN_FILE, TIMELINES_FILE
-from tuner.run.trial_runner import judged
 from tuner.search.objective import Objective, Scoring
-from tuner.search.trials import Phase
+from tuner.search.trials import Phase, Trial
 from tuner.traffic.describe import describe
 from tuner.traffic.formats import read_trace
 from tuner.traffic.traces import Trace
@@ -91,11 +90,10 @@ def predicted(trace: Trace, grid: list[EngineLimits], first: int) -> list[dict[s
     goal = Scoring(Objective.BALANCED, (), "p95")
     return [
         msgspec.to_builtins(
-            judged(
-                number, limits, Phase.SHADOW, measure([replay_toy(trace, limits, source)]), goal
-            )
+            Trial.of(number, limits, Phase.SHADOW, 0, goal.score(found), found.as_json())
         )
         for number, limits in enumerate(grid, start=first)
+        for found in [measure([replay_toy(trace, limits, source)])]
     ]
 
 

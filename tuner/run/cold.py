@@ -227,7 +227,7 @@ def _wants_more(
     raced = by_round(context.journal.race_runs(), limits).values()
     before = [run.score for run in raced]
     if not before and (found := plan.predicted.get(limits)) is not None:
-        before = [plan.workload.scoring.score(found)]
+        before = [plan.workload.score(found)]
     if not before:
         return True
     noise = _noise(context)
@@ -365,7 +365,7 @@ def _raced_ratio(
         return float(np.mean(logs)), noise * math.sqrt(2 / len(logs))
     if not {winner, current} <= set(plan.predicted):
         return math.nan, math.nan
-    score = plan.workload.scoring.score
+    score = plan.workload.score
     return score(plan.predicted[winner]).log_over(score(plan.predicted[current])), noise
 
 
@@ -393,7 +393,7 @@ def _is_lower(context: RunContext, plan: RacePlan, decision: RaceDecision) -> bo
     before = [run.score for run in raced]
     if isinstance(found := plan.predicted.get(decision.winner), Measurement):
         # A stretch may break what the whole keeps, where it was said to beforehand.
-        before.append(plan.workload.scoring.score(found).times(1 + REPLAY_NOISE))
+        before.append(plan.workload.score(found).times(1 + REPLAY_NOISE))
     usual = max((_tier(score, is_stretch=is_stretch) for score in before), default=Tier.GOOD)
     return Tier.FAILED in ours or min(ours) > max(*theirs, usual)
 

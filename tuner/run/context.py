@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from tuner.run.directory import RUN_FILE, TIMELINES_FILE, TRIALS_FILE, RunDir
 from tuner.run.listener import Listener
 from tuner.run.stored import RunRecord
 from tuner.search.budget import Aim, Budget
-from tuner.search.objective import Scoring, make_scoring
+from tuner.search.objective import Score, Scoring, Tier, make_scoring
 from tuner.search.space import SearchSpace
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import Window, whole
@@ -116,6 +117,12 @@ class Workload:
         """Return traffic to calibrate on, which holds too few requests for a tail."""
         scoring = Scoring(aim.objective, aim.slos, "p50")
         return cls(CALIBRATION, (), (piece,), plan, aim.slos, scoring)
+
+    def score(self, outcome: Measurement | Failure) -> Score:
+        """Return the place of an outcome among those of other settings."""
+        if isinstance(outcome, Failure):
+            return Score(Tier.FAILED, math.inf, "failed")
+        return self.scoring.score(outcome)
 
     def replay_on(
         self,

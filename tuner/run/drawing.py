@@ -21,12 +21,7 @@ from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.runner import Failure, measure_capacity
 from tuner.run.context import Workload
-from tuner.run.predict import (
-    Predictions,
-    at_once,
-    predict_more,
-    scored,
-)
+from tuner.run.predict import Predictions, at_once, predict_more
 from tuner.search.effects import UNEXPLAINED, Effects, Unexplained
 from tuner.search.judging import COST, SLO
 from tuner.search.ladder import FINALISTS, alike
@@ -132,7 +127,7 @@ def predict_deployed(
     except EngineError:
         return None
     ours, theirs = (
-        scored(window, own.measure(window.pieces, limits, window.plan, window.slos))
+        window.score(own.measure(window.pieces, limits, window.plan, window.slos))
         for limits in pair
     )
     log_window = ours.log_over(theirs)
@@ -290,7 +285,7 @@ class Drawing:
         for told in learnable:
             times[:, :, told.column] = np.exp(told.off)
         off = unexplained.means
-        point = [scored(self._workload, self.predictions.outcomes[x]) for x in settings]
+        point = [self._workload.score(self.predictions.outcomes[x]) for x in settings]
         if self._predictor.doubt:
             error = self._own_error
             own = np.transpose([self._own_times(x, count, error) for x in settings])
@@ -376,7 +371,7 @@ class Drawing:
         """Return what counts of a replay; what failed, as in its live replay, always fails."""
         outcome = self.predictions.outcomes[limits]
         if isinstance(outcome, Failure):
-            score = scored(self._workload, outcome)
+            score = self._workload.score(outcome)
         else:
             score = replays.score(engine, limits)
         counted: Floats = drawn_of([score])[0]
@@ -464,8 +459,8 @@ class Replays:
         at = partial(self.measure, engine, limits)
         if workload.scoring.objective is Objective.CAPACITY:
             found = measure_capacity(at, self.traffic, load, workload.slos)
-            return scored(workload, found)
-        return scored(workload, at(load))
+            return workload.score(found)
+        return workload.score(at(load))
 
     def measure(
         self, engine: SimulatedEngine, limits: EngineLimits, load: float

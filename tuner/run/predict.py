@@ -19,7 +19,7 @@ from tuner.replay.runner import Failure
 from tuner.run.context import Workload
 from tuner.run.trial_runner import judged
 from tuner.search.ladder import REFINE_RATIO
-from tuner.search.objective import Objective, Score, Tier
+from tuner.search.objective import Objective
 from tuner.search.space import SearchSpace
 from tuner.search.trials import (
     Observation,
@@ -60,9 +60,8 @@ class Predictions:
 
     def recorded(self, prediction: int = 0) -> list[Trial]:
         """Return the records of the predictions, numbered from 0 on."""
-        scoring = self.workload.scoring
         return [
-            judged(number, limits, Phase.SHADOW, outcome, scoring, prediction=prediction)
+            judged(number, limits, Phase.SHADOW, outcome, self.workload, prediction=prediction)
             for number, (limits, outcome) in enumerate(self.outcomes.items())
         ]
 
@@ -246,10 +245,3 @@ def offered_per_s(pieces: Sequence[Trace]) -> float:
     """
     came_s = sum(float(piece.due_s[-1] - piece.due_s[-piece.measured]) for piece in pieces)
     return sum(piece.measured for piece in pieces) / came_s if came_s > 0 else 0.0
-
-
-def scored(workload: Workload, outcome: Measurement | Failure) -> Score:
-    """Return the place of an outcome among those of a workload."""
-    if isinstance(outcome, Failure):
-        return Score(Tier.FAILED, math.inf, outcome.cause)
-    return workload.scoring.score(outcome)

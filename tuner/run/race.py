@@ -150,7 +150,7 @@ class PredictedEvidence:
         found = at_own_speed(self.known.predictor, self.plan.workload, trial.limits, step_s)
         if found is None:
             return math.nan, math.nan
-        own = self.plan.workload.scoring.score(found)
+        own = self.plan.workload.score(found)
         ours, theirs = trial.score.slo_used or 0.0, own.slo_used or 0.0
         has_slos = 0.0 < ours < math.inf and 0.0 < theirs < math.inf
         return trial.score.log_over(own), math.log(ours / theirs) if has_slos else math.nan

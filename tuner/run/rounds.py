@@ -63,9 +63,7 @@ def replay_round(
         cut = CutRule(max_wall_s=wall_s)
         outcome = workload.replay_on(engine, limits, cut, on_progress, on_log)
         number = one.number if one.phase is Phase.RACE else 0
-        found.records.append(
-            judged(0, limits, one.phase, outcome, workload.scoring, number, attempt)
-        )
+        found.records.append(judged(0, limits, one.phase, outcome, workload, number, attempt))
     return found
 
 

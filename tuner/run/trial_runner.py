@@ -5,7 +5,6 @@ What to try is decided by the stages of a run.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -17,7 +16,7 @@ from tuner.replay.plan import CutRule
 from tuner.replay.runner import EngineRunner, Failure
 from tuner.run.context import RunContext, Workload
 from tuner.run.directory import TRIALS_FILE
-from tuner.search.objective import Score, Scoring, Tier
+from tuner.search.objective import Score
 from tuner.search.trials import Phase, Trial
 
 # Engine deaths after which the run gives up, in a row and below what has worked: ours; one may
@@ -62,9 +61,7 @@ class TrialRunner:
         outcome = failure or workload.replay_on(
             self.engine, limits, cut, self.progressed, on_log
         )
-        record = judged(
-            number, limits, phase, outcome, workload.scoring, race_round, context.attempt
-        )
+        record = judged(number, limits, phase, outcome, workload, race_round, context.attempt)
         context.run_dir.is_measured = True
         try:
             counts = context.journal.finish(number, record)
@@ -147,16 +144,17 @@ def judged(
     limits: EngineLimits,
     phase: Phase,
     outcome: Measurement | Failure,
-    scoring: Scoring,
+    workload: Workload,
     race_round: int = 0,
     attempt: str = "",
     prediction: int = 0,
 ) -> Trial:
     """Return a trial's record."""
-    if isinstance(outcome, Measurement):
-        score, measured, cause = scoring.score(outcome), outcome.as_json(), ""
+    score, cause, measured = workload.score(outcome), "", None
+    if isinstance(outcome, Failure):
+        cause = outcome.cause
     else:
-        score, measured, cause = Score(Tier.FAILED, math.inf, "failed"), None, outcome.cause
+        measured = outcome.as_json()
     return Trial.of(
         number, limits, phase, race_round, score, measured, cause, attempt, prediction
     )

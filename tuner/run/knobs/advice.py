@@ -28,7 +28,7 @@ from tuner.run.knobs.records import (
     gain_text,
     settings_text,
 )
-from tuner.run.predict import Predictions, capacity_per_s, predict, predict_more, scored
+from tuner.run.predict import Predictions, capacity_per_s, predict, predict_more
 from tuner.run.time_plan import RacePlan, cold_cost_s
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.judging import TIE_LOSS, is_sure
@@ -138,7 +138,7 @@ class _Turning:
     def score(self, limits: EngineLimits, changes: Sequence[Change] = ()) -> Score:
         """Return the score of limits with knobs turned."""
         _, found = self._turned([limits], changes)
-        return scored(found.workload, found.outcomes[limits])
+        return found.workload.score(found.outcomes[limits])
 
     def _turned(
         self, settings: Sequence[EngineLimits], changes: Sequence[Change]
@@ -370,7 +370,7 @@ def confirm_knobs(runner: TrialRunner, plan: RacePlan, advice: KnobAdvice) -> Kn
                 shown[bool(settings)] = _started(runner, plan, advice, settings)
             if isinstance(failed := shown[True], Failure):
                 return replace(advice, standing=Standing.REFUTED, cause=failed.cause)
-            ours, theirs = (scored(plan.workload, shown[turned]) for turned in (True, False))
+            ours, theirs = (plan.workload.score(shown[turned]) for turned in (True, False))
             if ours.tier > theirs.tier:
                 return replace(
                     advice,

@@ -20,7 +20,7 @@ from tuner.run.context import Workload
 from tuner.run.drawing import FEW_DRAWS, Drawing
 from tuner.run.knobs.advice import advise
 from tuner.run.knobs.records import KnobAdvice
-from tuner.run.predict import Outcome, Predictions, predict, predict_more, scored
+from tuner.run.predict import Outcome, Predictions, predict, predict_more
 from tuner.search.objective import WORST_SLACK, Score, named
 from tuner.search.race import RaceDecision, RaceVerdict
 from tuner.search.space import SearchSpace
@@ -133,7 +133,7 @@ class AtLoad:
 
     def score(self, limits: EngineLimits) -> Score:
         """Return a setting's place among those of this load. Raises: KeyError as `reached`."""
-        return scored(self.predictions.workload, self.predictions.outcomes[limits])
+        return self.predictions.workload.score(self.predictions.outcomes[limits])
 
     @property
     def change_pays(self) -> bool:

@@ -23,7 +23,7 @@ from tuner.run.loads.capacity import predict_capacity, tell_headroom
 from tuner.run.loads.records import ClientAdvice
 from tuner.run.options import STARTING_POINTS
 from tuner.run.outcome import RunFindings
-from tuner.run.predict import Foretold, Predictions, predict, scored
+from tuner.run.predict import Foretold, Predictions, predict
 from tuner.run.records import ProfileRecord, StartFinding
 from tuner.search.budget import window_text
 from tuner.search.ladder import at_edge
@@ -141,7 +141,7 @@ def compare_starting_points(
         possible = [x for x in possible if x.within(context.space.ceiling)]
     asked = [*possible, decision.told]
     own = known.more(asked).predictions
-    scores = {limits: scored(own.workload, own.outcomes[limits]) for limits in asked}
+    scores = {limits: own.workload.score(own.outcomes[limits]) for limits in asked}
     best = scores[decision.told]
     found = []
     for name, point in STARTING_POINTS.items():

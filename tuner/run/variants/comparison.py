@@ -18,7 +18,7 @@ from tuner.run.context import Workload
 from tuner.run.drawing import FEW_DRAWS, Drawing, compare_engines
 from tuner.run.evidence import change_bounds
 from tuner.run.loads.capacity import draw_capacity
-from tuner.run.predict import Predictions, capacity_per_s, per_s, predict_more, scored
+from tuner.run.predict import Predictions, capacity_per_s, per_s, predict_more
 from tuner.run.result import RunResult
 from tuner.run.variants.records import VariantComparison, VariantFinding
 from tuner.search.objective import Tier
@@ -126,7 +126,7 @@ class Comparing:
             lies = draw_capacity(predictor, self.workload, where, told, place)
         finding = replace(
             finding,
-            metric=scored(self.workload, outcome).own_metric,
+            metric=self.workload.score(outcome).own_metric,
             latencies_s=_latencies([outcome.as_json()], self.workload.scoring.tail),
             capacity_per_s=capacity,
             capacity_interval=None
