@@ -125,7 +125,6 @@ def drawn(
                 Draws(
                     tuple(rows),
                     "e2e_p99",
-                    np.abs(at),
                     here,
                     partial(among, tuple(rows), here),
                     basis=MODEL_ALONE,

@@ -113,13 +113,11 @@ class Draws:
     `basis` says what the draws are of, and `learnable` what of them replays would tell, nothing
     where none are thought of.
 
-    Shapes: here is [draws, settings, 3]; point, what was predicted of the traffic as recorded,
-        [settings].
+    Shapes: here is [draws, settings, 3].
     """
 
     settings: tuple[EngineLimits, ...]
     metric: str
-    point: Floats
     here: Floats
     elsewhere: Others
     basis: str
@@ -159,7 +157,6 @@ class Draws:
         return cls(
             tuple(settings),
             next((score.own_metric for score in point if score.tier is not Tier.FAILED), ""),
-            at[:, COST],
             here,
             elsewhere,
             MODEL_ALONE if others is None else OTHER_TRAFFIC,
@@ -170,19 +167,17 @@ class Draws:
     @classmethod
     def pooled(cls, parts: Sequence[Self]) -> Self:
         """Return draws of the same settings together, as of any one of the parts."""
-        point = np.exp(np.mean([np.log(p.point) for p in parts], axis=0))
 
         def elsewhere(some: Sequence[EngineLimits]) -> Floats:
             return np.concatenate([p.elsewhere(some) for p in parts])
 
         here = np.concatenate([p.here for p in parts])
-        return replace(parts[0], point=point, here=here, elsewhere=elsewhere, learnable=())
+        return replace(parts[0], here=here, elsewhere=elsewhere, learnable=())
 
     def among(self, settings: Sequence[EngineLimits]) -> Self:
         """Return the draws of these settings alone."""
         at = [self.settings.index(limits) for limits in settings]
-        here, point = self.here[:, at], self.point[at]
-        return replace(self, settings=tuple(settings), point=point, here=here, learnable=())
+        return replace(self, settings=tuple(settings), here=self.here[:, at], learnable=())
 
     @property
     def values(self) -> Floats:
@@ -352,9 +347,8 @@ class Draws:
         both = np.concatenate([self.here, other.here], axis=1)
         parts = [own.elsewhere(own.settings) for own in (self, other)]
         elsewhere = np.concatenate(parts, axis=1)
-        point = np.concatenate([self.point, other.point])
         settings = (*self.settings, *other.settings)
-        pair = replace(self, settings=settings, point=point, here=both, learnable=())
+        pair = replace(self, settings=settings, here=both, learnable=())
         _, column, metric = pair.criterion(confidence)
         odds = pair.odds([0, 1], elsewhere, column, confidence)
         return odds, metric, ratio_of(elsewhere[:, :, column])

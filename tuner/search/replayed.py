@@ -47,14 +47,14 @@ def draws_of_replays(
     breaking = {run.limits for run in good if run.score.slo_used == math.inf}
     slo[:, [limits in breaking for limits in settings]] = math.inf
     has_slos = any(run.score.slo_used is not None for run in good)
-    here, point = np.stack([values, slo, load], axis=-1), np.median(values, axis=0)
+    here = np.stack([values, slo, load], axis=-1)
 
     def elsewhere(some: Sequence[EngineLimits]) -> Floats:
         return here[:, [settings.index(limits) for limits in some]]
 
     learnable = tuple(filter(None, (told, told_of_slo, told_of_load)))
     basis = (LIVE_ALONE, has_slos, learnable)
-    return Draws(tuple(settings), metric, point, here, elsewhere, *basis)
+    return Draws(tuple(settings), metric, here, elsewhere, *basis)
 
 
 def _own_metric(runs: Sequence[RaceRun]) -> str:
