@@ -18,8 +18,7 @@ from tuner.search.budget import (
     MIN_BUDGET_S,
     MIN_REPLAYS,
     MIN_REQUESTS,
-    RACE_REPLAYS,
-    SEARCH_REPLAYS,
+    REPLAYS,
     Budget,
     choose_windows,
     outlook,
@@ -70,7 +69,7 @@ def test_without_chunked_prefill_no_budget_is_below_the_models_length() -> None:
 
 def test_a_trace_that_fits_is_replayed_whole() -> None:
     trace = steady(600, per_s=1)
-    assert choose_windows(trace, wall_per_trace_s=0.001, remaining_s=1800) == (whole(trace),)
+    assert choose_windows(trace, wall_ratio=0.001, left_s=1800) == (whole(trace),)
     assert window_text((whole(trace),), trace).startswith("the whole trace, ")
 
 
@@ -78,7 +77,7 @@ def test_a_long_trace_gets_its_busiest_and_a_typical_stretch() -> None:
     rng = np.random.default_rng(0)
     due_s = np.sort(np.concatenate([rng.uniform(0, 7200, 7200), rng.uniform(3000, 3100, 900)]))
     trace = a_trace(due_s.tolist(), prompt=20, output=20)
-    windows = choose_windows(trace, wall_per_trace_s=0.1, remaining_s=1800)
+    windows = choose_windows(trace, wall_ratio=0.1, left_s=1800)
     busy, usual = windows
     assert busy.start_s < 3050 < busy.end_s
     assert not busy.overlaps(usual)
@@ -90,23 +89,22 @@ def test_a_long_trace_gets_its_busiest_and_a_typical_stretch() -> None:
 
 @given(
     cost=st.floats(0.001, 10),
-    remaining_s=st.floats(30, 7200),
+    left_s=st.floats(30, 7200),
     per_s=st.sampled_from([0.5, 5.0]),
 )
 def test_the_windows_fit_the_time_unless_too_few_requests_would_be_left(
-    cost: float, remaining_s: float, per_s: float
+    cost: float, left_s: float, per_s: float
 ) -> None:
     trace = steady(2000, per_s=per_s)
     shortest_s = MIN_REQUESTS / len(trace) * trace.duration_s
-    if MIN_REPLAYS * cost * shortest_s > remaining_s:
+    if MIN_REPLAYS * cost * shortest_s > left_s:
         with pytest.raises(UsageError, match="the budget leaves"):
-            choose_windows(trace, cost, remaining_s)
+            choose_windows(trace, cost, left_s)
         return
-    windows = choose_windows(trace, cost, remaining_s)
+    windows = choose_windows(trace, cost, left_s)
     length_s = sum(w.length_s + w.lead_in_s for w in windows)
-    replays = SEARCH_REPLAYS + RACE_REPLAYS
     least_s = MIN_REQUESTS / len(trace) * trace.duration_s * (1 + 1 / LIFETIMES)
-    allowed_s = max(remaining_s / replays / cost, least_s)
+    allowed_s = max(left_s / REPLAYS / cost, least_s)
     assert length_s <= allowed_s * 1.01 or windows == (whole(trace),)
     assert all(0 <= w.start_s < w.end_s for w in windows)
     # They start warm, as far as the trace goes back.
@@ -116,13 +114,13 @@ def test_the_windows_fit_the_time_unless_too_few_requests_would_be_left(
     assert sum(w.of(trace).measured for w in windows) > 0
 
 
-@given(cost=st.floats(0.001, 2), remaining_s=st.floats(30, 7200), least=st.integers(40, 200))
+@given(cost=st.floats(0.001, 2), left_s=st.floats(30, 7200), least=st.integers(40, 200))
 def test_windows_hold_as_many_requests_as_are_asked_for(
-    cost: float, remaining_s: float, least: int
+    cost: float, left_s: float, least: int
 ) -> None:
     trace = steady(2000, per_s=0.5)
     with suppress(UsageError):
-        windows = choose_windows(trace, cost, remaining_s, least=least)
+        windows = choose_windows(trace, cost, left_s, least=least)
         assert sum(w.of(trace).measured for w in windows) >= least
 
 

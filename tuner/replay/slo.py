@@ -78,6 +78,11 @@ class Slo:
         return f"{self.name}={self.bound_s:g}s"
 
     @property
+    def is_per_request(self) -> bool:
+        """Whether each request has one such latency, of itself."""
+        return self.metric not in ("itl_s", "decode_step_s")
+
+    @property
     def needed_samples(self) -> int:
         """Return how many samples put at least one beyond the quantile."""
         return round(1 / (1 - QUANTILES[self.statistic])) if self.statistic in QUANTILES else 1

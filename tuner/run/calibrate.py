@@ -35,7 +35,7 @@ from tuner.run.drawing import Drawing
 from tuner.run.journal import Round
 from tuner.run.predict import predict
 from tuner.run.rounds import STEPS, Steps, predicted_part, share_round, unpacked
-from tuner.run.time_plan import LIVE_REPLAYS, fly_pilot
+from tuner.run.time_plan import fly_pilot
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.budget import choose_windows, least_window, outlook
 from tuner.search.objective import Objective
@@ -169,19 +169,19 @@ def replay_longer(
     runner: TrialRunner,
     calibrator: Calibrator,
     settings: Sequence[EngineLimits],
-    pilot_rate: float,
+    wall_ratio: float,
     time_s: float,
 ) -> None:
     """Replay the busiest traffic at each setting, as long as the time for it lasts.
 
     Where no race will be held the time is best spent on batches as full as they get, which
-    blocks are too short for. `pilot_rate` is what a second of the trace costs.
+    blocks are too short for. `wall_ratio` is what a second of the trace costs.
 
     Raises: EngineError.
     """
     context, each_s = runner.context, time_s / len(settings)
     trace = predicted_part(context.trace, context.aim)
-    length_s = min(each_s / pilot_rate, max(trace.duration_s, INSTANT_S))
+    length_s = min(each_s / wall_ratio, max(trace.duration_s, INSTANT_S))
     piece = busiest(trace, length_s).of(trace)
     workload = Workload.of_piece(piece, replace(context.aim.plan, load=1.0), context.aim)
     with context.stopwatch.stage("calibrate"):
@@ -244,10 +244,10 @@ class Blocks:
         self.calibrator.is_own = True
         with context.stopwatch.stage("calibrate"):
             observe = None if context.is_shared else self.calibrator.observe
-            rate = fly_pilot(self.runner, observe)
-            self._request_s = rate * trace.duration_s / len(trace)
+            wall_ratio = fly_pilot(self.runner, observe)
+            self._request_s = wall_ratio * trace.duration_s / len(trace)
             if not self.are_alone:
-                context.listener.note(_outlook(self.runner, rate))
+                context.listener.note(_outlook(self.runner, wall_ratio))
             context.listener.note("calibrating on short blocks of the traffic")
             time_s = CALIBRATION_SHARE * context.budget.total_s
             if self.are_alone:
@@ -255,7 +255,7 @@ class Blocks:
             self.ends_s = time.monotonic() + time_s
             self._first()
             self._chosen()
-        return rate
+        return wall_ratio
 
     @property
     def _left_s(self) -> float:
@@ -538,7 +538,7 @@ def _kept(log: ReplayLog) -> StepColumns:
     return log.kept_steps
 
 
-def _outlook(runner: TrialRunner, rate: float) -> str:
+def _outlook(runner: TrialRunner, wall_ratio: float) -> str:
     """Say what the time that is left can answer."""
     context, engine = runner.context, runner.engine
     trace, aim = context.trace, context.aim
@@ -547,10 +547,10 @@ def _outlook(runner: TrialRunner, rate: float) -> str:
     else:
         left_s = context.left_s - CALIBRATION_SHARE * context.budget.total_s
         try:
-            windows = choose_windows(trace, rate, left_s, LIVE_REPLAYS, aim.least_requests)
+            windows = choose_windows(trace, wall_ratio, left_s, aim.least_requests)
         except UsageError:
             windows = (least_window(trace, aim.least_requests),)
-    replay_s = sum(w.length_s + w.lead_in_s for w in windows) * rate
+    replay_s = sum(w.length_s + w.lead_in_s for w in windows) * wall_ratio
     current = context.space.current
     cold_s = engine.cold_start_s(current) + engine.cold_start_s(engine.ceiling)
     return outlook(context.budget, context.left_s, CALIBRATION_SHARE, replay_s, cold_s)

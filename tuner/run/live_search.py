@@ -14,10 +14,10 @@ from functools import partial
 from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat
 from tuner.replay.plan import CutRule
-from tuner.run.context import RunContext, Workload
+from tuner.run.context import SHORT_S, RunContext, Workload
 from tuner.run.time_plan import MIN_ROUNDS, Observe, RacePlan, fitting
 from tuner.run.trial_runner import TrialRunner
-from tuner.search.budget import RACE_REPLAYS, SEARCH_REPLAYS, SEARCH_SHARE
+from tuner.search.budget import REPLAYS, SEARCH_SHARE
 from tuner.search.ladder import FINALISTS, finalists, propose
 from tuner.search.posterior import Draws
 from tuner.search.replayed import draws_of_replays
@@ -121,8 +121,7 @@ def _must_race(plan: RacePlan) -> bool:
 
 def longest_wall_s(context: RunContext) -> float:
     """Return after which real time a replay of the search is cut."""
-    planned_s = context.budget.total_s / (SEARCH_REPLAYS + RACE_REPLAYS)
-    return max(30.0, OVERTIME * planned_s)
+    return max(SHORT_S, OVERTIME * context.budget.total_s / REPLAYS)
 
 
 def _cut(plan: RacePlan, phase: Phase) -> CutRule:

@@ -21,8 +21,6 @@ from tuner.replay.runner import Failure
 from tuner.run.context import WINDOW, RunContext, Workload
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.budget import (
-    RACE_REPLAYS,
-    SEARCH_REPLAYS,
     Aim,
     choose_windows,
     least_window,
@@ -41,9 +39,6 @@ MIN_ROUNDS = 2
 # what tells anything at all fits besides: ours, since that a change shows on engines of its own
 # is worth more than another round of what was predicted to be alike.
 MAX_COLD_RATIO = 0.75
-# Live replays after a prediction, so that each takes but a part of the time: ours. Two rounds
-# of three and four cold ones are ten, and what one shows of the engine's steps is seen early.
-LIVE_REPLAYS = 30
 # Two rounds have to fit into this share of the time that is left: ours, for a prediction that
 # is wrong.
 ROUNDS_SHARE = 0.8
@@ -182,9 +177,9 @@ def fly_pilot(runner: TrialRunner, observe: Observe | None = None) -> float:
             f"the engine computed nothing in {measured.wall_s:.0f} s of the trace",
             "give --budget more, or look at the engine's log",
         )
-    rate = measured.wall_s / (done * max(pilot.duration_s, INSTANT_S))
-    context.listener.note(f"pilot: a second of the trace costs {rate:.2g} s here")
-    return rate
+    wall_ratio = measured.wall_s / (done * max(pilot.duration_s, INSTANT_S))
+    context.listener.note(f"pilot: a second of the trace costs {wall_ratio:.2g} s here")
+    return wall_ratio
 
 
 def search_windows(runner: TrialRunner) -> tuple[Window, ...]:
@@ -197,24 +192,23 @@ def search_windows(runner: TrialRunner) -> tuple[Window, ...]:
     context, trace = runner.context, runner.context.trace
     if context.aim.window is not None:
         return (context.aim.window,)
-    rate, replays = fly_pilot(runner), SEARCH_REPLAYS + RACE_REPLAYS
-    least = context.aim.least_requests
+    wall_ratio, least = fly_pilot(runner), context.aim.least_requests
     try:
-        return choose_windows(trace, rate, context.left_s, replays, least)
+        return choose_windows(trace, wall_ratio, context.left_s, least)
     except UsageError as short:
         context.listener.note(f"{short.message}: little can be said in this time; {short.hint}")
         context.caveats.add(Caveat.BUDGET_SPENT)
         return (least_window(trace, least),)
 
 
-def race_windows(context: RunContext, rate: float) -> tuple[Window, ...]:
+def race_windows(context: RunContext, wall_ratio: float) -> tuple[Window, ...]:
     """Return as much of the trace as the time is thought to hold a race of.
 
-    `rate` is what a second of it costs, by a pilot.
+    `wall_ratio` is what a second of it costs, by a pilot.
     """
     try:
         least = context.aim.least_requests
-        return choose_windows(context.trace, rate, context.left_s, LIVE_REPLAYS, least)
+        return choose_windows(context.trace, wall_ratio, context.left_s, least)
     except UsageError:
         # By the pilot nothing fits; predictions know better, and what does not is shortened.
         return (busiest(context.trace, context.trace.duration_s),)

@@ -12,14 +12,14 @@ from tuner.errors import UsageError
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.slo import Slo
 from tuner.search.objective import Objective
-from tuner.search.race import CONFIDENCE
+from tuner.search.race import CONFIDENCE, MAX_ROUNDS
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import Window, WindowChoice, busiest, typical, whole
 
-# How many replays a whole run takes, measured on the sample traces: about fourteen to search
-# and sixteen to race.
-SEARCH_REPLAYS = 14
-RACE_REPLAYS = 16
+# How many replays of its windows a run takes at most: a live search on the sample traces about
+# fourteen and its race sixteen; after a prediction ours, as each then takes but a part of the
+# time, so that what one shows of the engine's steps is seen early.
+REPLAYS = 30
 # The share of the time after which the race begins although the search is not done: ours.
 SEARCH_SHARE = 0.6
 # Less than this cannot hold one start of an engine and two replays: ours, seconds.
@@ -36,8 +36,6 @@ MIN_REQUESTS = 40
 # A current configuration, two others and one round against each other: ours, with fewer there
 # is nothing to recommend.
 MIN_REPLAYS = 5
-# More rounds than these are not announced: ours, a race seldom has more.
-MAX_ROUNDS_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,28 +66,26 @@ class Budget:
 
 def choose_windows(
     trace: Trace,
-    wall_per_trace_s: float,
-    remaining_s: float,
-    replays: int = SEARCH_REPLAYS + RACE_REPLAYS,
+    wall_ratio: float,
+    left_s: float,
     least: int = MIN_REQUESTS,
 ) -> tuple[Window, ...]:
-    """Return the windows to replay so that the whole run fits into the remaining time.
+    """Return the windows to replay so that the whole run fits into the time that is left.
 
     All of the trace if it fits; else its busiest and a typical stretch, both begun warm; only
-    the busiest when halves would be too short to mean anything. `wall_per_trace_s` is how much
-    real time a second of the trace costs at the current configuration, `replays` how many there
-    will be, and `least` how many requests they hold at least.
+    the busiest when halves would be too short to mean anything. `wall_ratio` is how much real
+    time a second of the trace costs at the current configuration, and `least` how many requests
+    they hold at least.
 
     Raises: UsageError if not even a handful of the shortest useful replays would fit.
     """
-    replay_s = 0.85 * remaining_s / replays
-    length_s = replay_s / max(wall_per_trace_s, 1e-6)
+    length_s = 0.85 * left_s / REPLAYS / max(wall_ratio, 1e-6)
     enough_s = least / len(trace) * trace.duration_s if len(trace) else 0.0
     length_s = max(length_s, enough_s)
-    min_s = MIN_REPLAYS * wall_per_trace_s * min(length_s, trace.duration_s)
-    if min_s > remaining_s:
+    min_s = MIN_REPLAYS * wall_ratio * min(length_s, trace.duration_s)
+    if min_s > left_s:
         raise UsageError(
-            f"the budget leaves {max(remaining_s, 0.0):.0f} s, but {MIN_REPLAYS} replays of "
+            f"the budget leaves {max(left_s, 0.0):.0f} s, but {MIN_REPLAYS} replays of "
             f"{least} requests take about {min_s:.0f} s on this engine",
             "give --budget more, lower --load, or shorten requests with max-model-len and "
             "--too-long clip",
@@ -163,8 +159,7 @@ def outlook(
             f"outlook: the time of {budget.total_s:.0f} s is spent before calibrating; "
             f"--budget {math.ceil(needed_s / 60)}m holds that, a race and cold engines"
         )
-    most_s = MAX_ROUNDS_SHOWN * round_s
-    rounds = MAX_ROUNDS_SHOWN if race_s >= most_s else int(race_s / round_s)
+    rounds = MAX_ROUNDS if race_s >= MAX_ROUNDS * round_s else int(race_s / round_s)
     cost = (
         f"outlook: calibrating takes up to {calibration_s:.0f} s of the {left_s:.0f} s left, "
         f"then a replay of the window takes about {replay_s:.3g} s"
@@ -216,8 +211,8 @@ class Aim:
     @property
     def least_requests(self) -> int:
         """How many requests a window holds at least: what shows anything, and each SLO."""
-        bound = (slo for slo in self.slos if slo.metric not in ("itl_s", "decode_step_s"))
-        return max(MIN_REQUESTS, *(slo.needed_samples for slo in bound), 0)
+        needed = (slo.needed_samples for slo in self.slos if slo.is_per_request)
+        return max(MIN_REQUESTS, *needed, 0)
 
     def __post_init__(self) -> None:
         """Refuse a contradiction."""

@@ -231,13 +231,12 @@ class Scoring:
 
     def __post_init__(self) -> None:
         """Refuse an objective that has nothing to count."""
-        per_request = [slo for slo in self.slos if slo.metric in ("ttft_s", "tpot_s", "e2e_s")]
         if self.objective is Objective.CAPACITY and not self.slos:
             raise UsageError(
                 "--objective capacity needs at least one --slo that the load must meet",
                 "add for example --slo ttft_p99=500ms --slo tpot_p99=50ms",
             )
-        if self.objective is Objective.GOODPUT and not per_request:
+        if self.objective is Objective.GOODPUT and not any(s.is_per_request for s in self.slos):
             raise UsageError(
                 "--objective goodput needs at least one --slo on ttft, tpot or e2e",
                 "add for example --slo ttft_p99=500ms --slo tpot_p99=50ms",
@@ -406,6 +405,6 @@ def make_scoring(objective: Objective, slos: Sequence[Slo], requests: int) -> Sc
         objective lacks its SLO.
     """
     for slo in slos:
-        if slo.metric not in ("itl_s", "decode_step_s"):
+        if slo.is_per_request:
             slo.check_carried_by(requests)
     return Scoring(objective, tuple(slos), tail_statistic(requests))

@@ -63,7 +63,7 @@ class GateOptions:
                 f"leave one of them out, or write the gate to a file: -o gate.{chosen}",
             )
         slos = tuple(params["slo"])
-        if not any(slo.metric in ("ttft_s", "tpot_s", "e2e_s") for slo in slos):
+        if not any(slo.is_per_request for slo in slos):
             raise UsageError(
                 "a gate is judged by requests within their SLOs: --slo is missing",
                 "--slo ttft_p95=500ms, or a bound on tpot or e2e",

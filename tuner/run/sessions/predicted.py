@@ -55,9 +55,9 @@ class PredictedSearch:
     With Method.CALIBRATED nothing is raced where it can be predicted. `chosen` are the windows
     that are replayed, those that an earlier process of the run has chosen at first; `plan` is
     who races on them. `foretold` is None until something is predicted, and once it turns out to
-    be wrong. `compared` is what was measured beside what was predicted, `rate` the real time
-    that a second of the trace costs, None until a pilot has told, and `evidence` what the race
-    has shown, None without one.
+    be wrong. `compared` is what was measured beside what was predicted, `wall_ratio` the real
+    time that a second of the trace costs, None until a pilot has told, and `evidence` what the
+    race has shown, None without one.
     """
 
     learning: Learning
@@ -67,7 +67,7 @@ class PredictedSearch:
     plan: RacePlan | None = None
     foretold: Foretold | None = None
     compared: Differences = field(default_factory=dict)
-    rate: float | None = None
+    wall_ratio: float | None = None
     evidence: PredictedEvidence | None = None
 
     @property
@@ -103,7 +103,7 @@ class PredictedSearch:
                 is_alone = self.method is Method.CALIBRATED
                 parts = (self.runner, calibrator, self.learning.predictor_of)
                 blocks = Blocks(*parts, are_alone=is_alone, tells_capacity=self.is_compared)
-                self.rate = blocks.calibrate()
+                self.wall_ratio = blocks.calibrate()
                 profile = self.learning.fitted()
             profile = self.learning.compared(profile)
             settings = self.finalists(profile)
@@ -133,14 +133,14 @@ class PredictedSearch:
 
         Raises: EngineError, ShadowError, TooFewSamplesError, UsageError.
         """
-        looked, rate = set[EngineLimits](), self._flown()
+        looked, wall_ratio = set[EngineLimits](), self._flown()
         for _ in range(MOST_LOOKS):
             chosen = [limits for limits in settings if limits not in looked]
             time_s = LONGER_SHARE * self.context.left_s
             least_s = LEAST_LOOK_S * len(chosen) + self._anew_s if looked else 0.0
             if not chosen or time_s <= least_s or self.runner.engine.restarts_per_config:
                 return
-            replay_longer(self.runner, self.learning.begun, chosen, rate, time_s)
+            replay_longer(self.runner, self.learning.begun, chosen, wall_ratio, time_s)
             looked.update(chosen)
             settings = self.finalists(self.learning.fitted(agreement=profile.agreement))
 
@@ -190,9 +190,9 @@ class PredictedSearch:
 
         Raises: EngineError.
         """
-        if self.rate is None:
-            self.rate = fly_pilot(self.runner, self.learning.begun.observe)
-        return self.rate
+        if self.wall_ratio is None:
+            self.wall_ratio = fly_pilot(self.runner, self.learning.begun.observe)
+        return self.wall_ratio
 
     def _race_plan(self, settings: Sequence[EngineLimits]) -> RacePlan | None:
         """Return who races on what, None where the time holds no race.
