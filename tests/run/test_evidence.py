@@ -131,6 +131,10 @@ def test_an_slo_limits_when_it_is_near_and_not_when_it_is_far() -> None:
     said = limited_by(records, WINNER, (near, far), "p99")
     assert "SLO e2e_p99=2.1s" in said
     assert "tpot" not in said
+    endless = a_record(WINNER, 2.0, ttft_s={"p99": None, "lost": 9})
+    assert "SLO ttft_p99=1s" in limited_by(
+        [endless], WINNER, (Slo.parse("ttft_p99=1s"),), "p99"
+    )
 
 
 def test_neighbours_that_are_worse_are_named_with_what_they_raise() -> None:

@@ -27,6 +27,7 @@ from tuner.search.objective import (
     Score,
     Scoring,
     Tier,
+    broken_in,
     make_scoring,
     recorded_slacks,
 )
@@ -102,7 +103,7 @@ def test_a_time_out_does_not_mend_the_tail_of_who_timed_out() -> None:
     assert m.latency("ttft_s", "p99") == m.latency("e2e_s", "p99") == math.inf
     assert Caveat.REQUESTS_LOST in m.caveats
     assert {score.tier for score in scores.values()} == {Tier.BREAKS_SLO}
-    (said,) = strict.broken_in(m.as_json())
+    (said,) = broken_in(strict.slos, m.as_json())
     assert f"{m.timed_out} requests were never answered" in said
     assert recorded_slacks(strict.slos, m.as_json()) == {"ttft_p99": math.inf}
 

@@ -25,7 +25,7 @@ from tuner.run.evidence import gpu_text
 from tuner.run.knobs.records import settings_text
 from tuner.run.records import Advice, EngineRecord, ProfileRecord, Provenance, TraceRecord
 from tuner.run.result import RunResult
-from tuner.search.objective import Objective, Scoring, moved, moved_bounds
+from tuner.search.objective import broken_in, moved, moved_bounds
 from tuner.search.race import UNFINISHED
 from tuner.search.trials import decisive, predictions
 
@@ -122,9 +122,6 @@ def scored_by(result: RunResult, advice: Advice) -> str:
 
 def _broken(result: RunResult) -> list[str]:
     """Return by how much the nearest configuration breaks the SLOs."""
-    goal = Scoring(
-        Objective.BALANCED, tuple(Slo.parse(slo) for slo in result.slos), result.tail
-    )
     whole = [t for t in decisive(result.trials) if t.observation.is_whole and t.measurement]
     if not whole:
         return ["no configuration survived its replay"]
@@ -135,7 +132,7 @@ def _broken(result: RunResult) -> list[str]:
     lost = {t.number: (t.measurement or {}).get("lost_ratio", 0.0) for t in whole}
     nearest = own[-1] if own else min(whole, key=lambda t: (t.score.order, lost[t.number]))
     says = [known.text] if known is not None and own else []
-    says += goal.broken_in(nearest.measurement or {})
+    says += broken_in(map(Slo.parse, result.slos), nearest.measurement or {})
     return [f"nearest is {limits_words(nearest.limits)}: {'; '.join(says) or nearest.tier[2:]}"]
 
 

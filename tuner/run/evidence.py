@@ -20,7 +20,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.replay import metrics
 from tuner.replay.slo import Slo
 from tuner.search.effects import Effects
-from tuner.search.objective import Bounds
+from tuner.search.objective import Bounds, recorded_s
 from tuner.search.race import CONFIDENCE
 from tuner.search.replayed import LIVE_SPREADS
 from tuner.search.trials import (
@@ -283,8 +283,8 @@ def limited_by(
         return "nothing that was measured"
     said, own = [], " (predicted)" if is_foretold else ""
     for slo in slos:
-        value = read_metric(mine[-1], slo.name)
-        if value is not None and value > (1 - BINDING_RATIO) * slo.bound_s:
+        value_s = recorded_s(slo, mine[-1])
+        if value_s is not None and value_s > (1 - BINDING_RATIO) * slo.bound_s:
             said.append(f"SLO {slo}{own}")
     whole = _predicted(records, limits) if is_part else None
     loads: Sequence[Mapping[str, Any]] = mine if whole is None else [whole]

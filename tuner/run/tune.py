@@ -55,7 +55,7 @@ from tuner.run.sessions.live import AnySession
 from tuner.run.start import PreparedRun, Start, check_same, origin_of, prepare
 from tuner.run.stored import StoredOptions, read_record
 from tuner.search.budget import window_text
-from tuner.search.objective import Scoring, Tier
+from tuner.search.objective import Scoring, Tier, broken_in
 from tuner.search.race import UNFINISHED, RaceDecision, RaceVerdict
 from tuner.search.trials import decisive, leader, predictions
 from tuner.stats import one_thread
@@ -215,9 +215,8 @@ class _Run:
         known = nearest_of(decision)
         nearest = best.limits if known is None else known.limits
         own = [t for t in records if t.limits == nearest]
-        scoring = Scoring(context.aim.objective, context.aim.slos, "p50")
         said = [] if known is None else [known.text]
-        said += scoring.broken_in(own[-1].measurement or {}) if own else []
+        said += broken_in(context.aim.slos, own[-1].measurement or {}) if own else []
         alone, borne = self._alone(nearest), self._session.findings().capacity
         said += [] if alone is None else [alone.text]
         said += [] if borne is None or alone else [f"capacity at the SLOs: {borne.text}"]

@@ -337,18 +337,6 @@ class Scoring:
         slacks = (slo.slack_ratio(m) for slo in self.slos)
         return max((slack for slack in slacks if slack is not None), default=-math.inf)
 
-    def broken_in(self, measurement: Mapping[str, Any]) -> list[str]:
-        """Name the SLOs that do not hold in a recorded measurement, with what was measured."""
-        messages = []
-        for slo in self.slos:
-            value_s = _recorded_s(slo, measurement)
-            if value_s == math.inf:
-                lost = measurement[slo.metric]["lost"]
-                messages.append(f"{slo.name} has no end: {lost} requests were never answered")
-            elif value_s is not None and value_s > slo.bound_s:
-                messages.append(f"{slo.name} {value_s:.3g} s exceeds {slo.bound_s:g} s")
-        return messages
-
     def cut_rule(self, best: Score | None, requests: int) -> CutRule:
         """Return when a replay of so many requests is certain to lose to the best so far.
 
@@ -371,14 +359,27 @@ def recorded_slacks(slos: Iterable[Slo], measurement: Mapping[str, Any]) -> dict
 
     Raises: KeyError, TypeError if it is none.
     """
-    values_s = {slo: _recorded_s(slo, measurement) for slo in slos}
+    values_s = {slo: recorded_s(slo, measurement) for slo in slos}
     return {
         slo.name: 0.0 if value_s is None else value_s / slo.bound_s - 1.0
         for slo, value_s in values_s.items()
     }
 
 
-def _recorded_s(slo: Slo, measurement: Mapping[str, Any]) -> float | None:
+def broken_in(slos: Iterable[Slo], measurement: Mapping[str, Any]) -> list[str]:
+    """Name the SLOs that do not hold in a recorded measurement, with what was measured."""
+    messages = []
+    for slo in slos:
+        value_s = recorded_s(slo, measurement)
+        if value_s == math.inf:
+            lost = measurement[slo.metric]["lost"]
+            messages.append(f"{slo.name} has no end: {lost} requests were never answered")
+        elif value_s is not None and value_s > slo.bound_s:
+            messages.append(f"{slo.name} {value_s:.3g} s exceeds {slo.bound_s:g} s")
+    return messages
+
+
+def recorded_s(slo: Slo, measurement: Mapping[str, Any]) -> float | None:
     """Return what an SLO bounds, without end where that is of lost requests; None of none."""
     spread = measurement[slo.metric]
     value_s: float | None = spread[slo.statistic]
