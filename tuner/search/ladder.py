@@ -24,8 +24,9 @@ DECODE_DEGRADED_RATIO = 0.05
 # Refining stops when neighbours are closer than this share of the cap: ours.
 REFINE_RATIO = 0.2
 MAX_REFINEMENTS = 4
-FINALISTS = 3
-FINALIST_RATIO = 0.10
+# How many race beside the current one, and how far off a single replay may be of who is among
+# them: ours, each costs two rounds.
+FINALISTS, FINALIST_RATIO = 3, 0.10
 
 
 def propose(history: Sequence[Observation], space: SearchSpace) -> Proposal | None:
@@ -220,38 +221,35 @@ def _climb_again(observations: Sequence[Observation], space: SearchSpace) -> Pro
     return None
 
 
-def finalists(
-    history: Sequence[Observation], space: SearchSpace, near_ratio: float = FINALIST_RATIO
-) -> list[EngineLimits]:
+def finalists(history: Sequence[Observation], space: SearchSpace) -> list[EngineLimits]:
     """Return the configurations to race: the few that could be best, and the current one last.
 
-    Those that could be best where every prediction may be wrong by `near_ratio`, in its value
-    and in every bound. The best as predicted comes first, then the one that would be best if
-    all were slower, and if all were faster. `history` holds replays that can be compared: all
-    live, or all shadow. Configurations that made the same batches as the current one, or as
-    another finalist, stay out: a race could not separate them.
+    Those that could be best where each single replay may be off by FINALIST_RATIO, in its value
+    and in every bound. The best as measured comes first, then the one that would be best if
+    all were slower, and if all were faster. Configurations that made the same batches as the
+    current one, or as another finalist, stay out: a race could not separate them.
 
     Shapes: one to FINALISTS + 1 distinct limits; the current ones are always among them.
     """
     observations = [o for o in history if o.is_whole]
-    best = leader(observations, near_ratio)
+    best = leader(observations, FINALIST_RATIO)
     if best is None:
         return [space.current]
     current = _measured(observations, space.current)
     candidates = [
         o
         for o in observations
-        if all(o.score.could_beat(p.score, near_ratio) for p in observations)
+        if all(o.score.could_beat(p.score, FINALIST_RATIO) for p in observations)
     ]
     chosen: list[Observation] = []
-    for o in (best, *_in_turns(candidates, near_ratio)):
+    for o in (best, *_in_turns(candidates)):
         others = [*chosen, current] if current is not None else chosen
         if len(chosen) < FINALISTS and not any(alike(o, c) for c in others):
             chosen.append(o)
     return [*(o.limits for o in chosen), space.current]
 
 
-def _in_turns(candidates: Sequence[Observation], wrong_ratio: float) -> list[Observation]:
+def _in_turns(candidates: Sequence[Observation]) -> list[Observation]:
     """Return the best by what is slower, by what is faster and as it stands, in turns."""
 
     def order_at(times: float) -> list[Observation]:
@@ -263,7 +261,7 @@ def _in_turns(candidates: Sequence[Observation], wrong_ratio: float) -> list[Obs
 
         return sorted(candidates, key=place)
 
-    orders = [order_at(1 + wrong_ratio), order_at(1 / (1 + wrong_ratio)), order_at(1.0)]
+    orders = [order_at(1 + FINALIST_RATIO), order_at(1 / (1 + FINALIST_RATIO)), order_at(1.0)]
     return [o for places in zip(*orders, strict=True) for o in places]
 
 
