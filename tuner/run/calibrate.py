@@ -105,15 +105,15 @@ class Calibrator:
         """
         if started.shape is None:
             raise ShadowError(started.no_shadow)
+        ceiling, blocks = started.info.ceiling, started.info.num_blocks
         calibration = Calibration(
             shape=started.shape,
-            starts=(KvStart(started.info.ceiling, started.info.num_blocks),),
+            starts=(KvStart(ceiling, blocks),),
             steps=(),
             current=current,
             serve_values=serve_values,
             has_own_graphs=started.info.has_own_graphs,
         )
-        ceiling, blocks = started.info.ceiling, started.info.num_blocks
         if stored is None:
             return cls(calibration)
         # Estimates keep what they say of limits, at the level that an engine has shown.
@@ -183,7 +183,7 @@ def replay_longer(
     trace = predicted_part(context.trace, context.aim)
     length_s = min(each_s / wall_ratio, max(trace.duration_s, INSTANT_S))
     piece = busiest(trace, length_s).of(trace)
-    workload = Workload.of_piece(piece, replace(context.aim.plan, load=1.0), context.aim)
+    workload = Workload.of_piece(piece, context.aim.plan, context.aim)
     with context.stopwatch.stage("calibrate"):
         context.listener.note(
             f"the time holds no race: looking at {', '.join(map(str, settings))} for "
@@ -264,18 +264,18 @@ class Blocks:
     def _first(self) -> None:
         """Replay bursts at a few settings: of whole requests, and of more and shorter ones."""
         space, trace, request_s = self.runner.context.space, self.trace, self._request_s
-        whole = max(1, int(BLOCK_S / max(request_s, 1e-9)))
+        in_time = max(1, int(BLOCK_S / max(request_s, 1e-9)))
         mean = float((trace.prompt_tokens + MANY_STEPS).mean())
         held = int(self._held_tokens() / mean)
         most = max(1, min(len(trace), space.ceiling.max_num_seqs))
         settings = [space.current, space.ceiling, *calibration_settings(space, most / 2)]
         blocks = []
         for limits in dict.fromkeys(settings):
-            few = max(1, min(whole, held, limits.max_num_seqs, len(trace)))
+            few = max(1, min(in_time, held, limits.max_num_seqs, len(trace)))
             many = min(limits.max_num_seqs, len(trace))
             for count, share, steps in (
                 (few, 1.0, MANY_STEPS),
-                (many, min(1.0, min(whole, held) / many), FEW_STEPS),
+                (many, min(1.0, min(in_time, held) / many), FEW_STEPS),
             ):
                 rows = np.sort(self.rng.choice(len(trace), count, replace=False))
                 blocks.append(Block.burst(limits, trace, rows, steps, share))
@@ -391,11 +391,10 @@ class Blocks:
 
         As multiples of what is predicted; 1 of one that bears less, or fails.
         """
-        aim = self.runner.context.aim
-        plan, found = replace(aim.plan, load=1.0), {}
+        aim, found = self.runner.context.aim, {}
         for limits in dict.fromkeys(settings):
             if limits not in self._loads:
-                outcome = deployed.measure_capacity([self._few], limits, plan, aim.slos)
+                outcome = deployed.measure_capacity([self._few], limits, aim.plan, aim.slos)
                 borne = outcome.capacity if isinstance(outcome, Measurement) else None
                 self._loads[limits] = max(1.0, (borne or 0.0) / self.trace.load)
             found[limits] = self._loads[limits]
@@ -416,7 +415,7 @@ class Blocks:
 
         Raises: ShadowError, UsageError.
         """
-        plan = replace(self.runner.context.aim.plan, load=1.0, keep_steps=True)
+        plan = replace(self.runner.context.aim.plan, keep_steps=True)
         found = []
         for limits, load in loads.items():
             try:
@@ -569,6 +568,6 @@ def calibration_settings(space: SearchSpace, most_running: float) -> list[Engine
     low = next((cap for cap in space.ladder if cap > 1), space.ladder[0])
     half = max(1, int(most_running) // 2)
     middle = max(low, 1 << (half.bit_length() - 1))
-    wanted = [space.at(middle, min(space.budgets)), space.at(low, max(space.budgets))]
+    found = [space.at(middle, min(space.budgets)), space.at(low, max(space.budgets))]
     known = (space.current, space.ceiling)
-    return list(dict.fromkeys(s for s in wanted if s.within(space.ceiling) and s not in known))
+    return list(dict.fromkeys(s for s in found if s.within(space.ceiling) and s not in known))

@@ -81,9 +81,8 @@ def workloads_of(one: Round, trace: Trace, aim: Aim) -> list[Workload]:
 
 
 def predicted_part(trace: Trace, aim: Aim) -> Trace:
-    """Return what is predicted of a trace at the load that is aimed at, its lead-in too."""
-    part = trace if aim.window is None else aim.window.of(trace).all_measured()
-    return at_load(part, aim.plan.load)
+    """Return what is predicted of a trace, its lead-in too."""
+    return trace if aim.window is None else aim.window.of(trace).all_measured()
 
 
 def share_round(

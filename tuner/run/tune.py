@@ -120,9 +120,16 @@ class _Run:
         best = leader([t.observation for t in decisive(records)])
         limits = best.limits if best else context.space.current
         kind = RaceVerdict.KEEP if limits == context.space.current else RaceVerdict.CHANGE
-        is_predicted = not any(trial.phase.is_on_windows for trial in records)
-        parts = (kind, limits, limits, (), None, 0, UNFINISHED)
-        return RaceDecision(*parts, is_predicted=is_predicted)
+        return RaceDecision(
+            verdict=kind,
+            winner=limits,
+            best=limits,
+            tied=(),
+            gain=None,
+            rounds=0,
+            why=UNFINISHED,
+            is_predicted=not any(trial.phase.is_on_windows for trial in records),
+        )
 
     def _failed(self) -> None:
         """Let the workers go, and write what there is; what failed first is what is told."""

@@ -295,8 +295,6 @@ class ShadowSession:
             found.add(Caveat.AT_SPACE_EDGE)
         if self._workload.windows != (whole(context.trace),):
             found.add(Caveat.WINDOWED)
-        if self.is_forced:
-            found.add(Caveat.PROFILE_FORCED)
         if decision.verdict is RaceVerdict.KEEP and decision.best != context.space.current:
             found.add(Caveat.WITHIN_NOISE)
         return [caveat for caveat in Caveat if caveat in found]
