@@ -9,8 +9,13 @@ import subprocess
 import sys
 
 import pytest
+from rich.table import Table
 
 from support.paths import ROOT
+from tuner.cli.displays import RunDisplay
+from tuner.engine.limits import EngineLimits
+from tuner.search.objective import Score, Tier
+from tuner.search.trials import Phase, Trial
 
 BEST = ROOT / "examples" / "demo" / "best.yaml"
 SHOWS = """
@@ -50,6 +55,19 @@ with RunDisplay(60.0) as display:
         display.trial_ended(Trial.of(n, limits, Phase.RACE, 1, score, None, cause), 10.0)
     display.trial_started(140, limits, Phase.RACE)
 """
+
+
+def test_the_row_in_bold_is_of_the_best_that_is_named_below_it() -> None:
+    """A cold engine that shows more of another window says nothing of who raced best."""
+    rows = [(8, Phase.RACE, 2.0), (16, Phase.RACE, 3.0), (16, Phase.COLD, 1.0)]
+    display = RunDisplay(60.0)
+    for number, (cap, phase, value) in enumerate(rows):
+        score, limits = Score(Tier.GOOD, value, "e2e_p95"), EngineLimits(cap, 512)
+        display.trial_ended(Trial.of(number, limits, phase, 1, score, {}), 10.0)
+    table, _, below = display._table().renderables
+    assert isinstance(table, Table)
+    assert "best so far 8/512" in str(below)
+    assert ["bold" in str(row.style) for row in table.rows] == [True, False, False]
 
 
 def on_a_terminal(code: str, columns: int = 200, lines: int = 50) -> str:

@@ -25,7 +25,7 @@ from tuner.run.listener import Listener, clock_text
 from tuner.run.records import Advice
 from tuner.run.result import RunResult
 from tuner.search.objective import Tier, moved, named
-from tuner.search.trials import Phase, Trial, leader
+from tuner.search.trials import Phase, Trial, decisive, leader
 
 _TIER_STYLES = {
     Tier.GOOD: "green",
@@ -121,10 +121,7 @@ class RunDisplay(Listener):
 
     def _so_far(self) -> str:
         """Name the best so far and what a single replay says it gains."""
-        every = [trial.observation for trial in self._trials]
-        observations = [o for o in every if o.phase.is_on_windows] or [
-            o for o in every if o.phase is Phase.SHADOW
-        ]
+        observations = [trial.observation for trial in decisive(self._trials)]
         best = leader(observations)
         if best is None:
             return "nothing works so far" if observations else "nothing to compare yet"
@@ -150,7 +147,7 @@ class RunDisplay(Listener):
             # What may give way to the width is the last alone, which keeps to its line below.
             table.add_column(name, justify=justify, no_wrap=name != _COLUMNS[-1][0])
         room = max(0, self._console.height - _OTHER_LINES)
-        best = leader([trial.observation for trial in self._trials])
+        best = leader([trial.observation for trial in decisive(self._trials)])
         for trial in self._trials[-room:] if room else []:
             style = _TIER_STYLES[trial.tier]
             bold = " bold" if best is not None and trial.limits == best.limits else ""
