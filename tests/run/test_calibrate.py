@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,8 +21,9 @@ from tuner.engine.steps import StepLog
 from tuner.errors import ShadowError, TooFewSamplesError
 from tuner.replay.plan import ReplayPlan
 from tuner.run.calibrate import CALIBRATION_SHARE, _outlook, calibration_settings
+from tuner.run.context import Workload
 from tuner.run.rounds import predicted_part
-from tuner.run.time_plan import race_windows
+from tuner.run.time_plan import fly_pilot, race_windows
 from tuner.search.budget import Aim, warmed
 from tuner.search.objective import Objective
 from tuner.search.space import TOKEN_BUDGETS, SearchSpace
@@ -35,6 +37,7 @@ from tuner.shadow.calibration import (
 from tuner.shadow.profiles import KvStart, Profile
 from tuner.shadow.step_model import FitError, StepModel
 from tuner.traffic.resample import at_load
+from tuner.traffic.traces import LoadModel
 from tuner.traffic.windows import Window
 
 CEILING = EngineLimits(512, 16384)
@@ -71,6 +74,21 @@ def test_calibrating_on_a_window_of_thinned_traffic_is_on_its_lead_in_too(load: 
     loaded = at_load(part, load)
     assert loaded.measured == len(loaded)
     assert float(loaded.due_s[0]) < window.lead_in_s
+
+
+def test_calibrating_keeps_as_many_in_flight_as_a_closed_loop_recorded(tmp_path: Path) -> None:
+    """Also those who came before the window, or before what a pilot replays."""
+    trace = replace(steady(600, per_s=6.0), e2e_s=np.full(600, 20.0))
+    plan, window = ReplayPlan(LoadModel.CLOSED), Window(50.0, 60.0)
+    aim = Aim(Objective.BALANCED, (), plan, window)
+    _, of_window = Workload.of_whole(trace, aim).pieces[0].recorded_concurrency()
+    _, in_flight = predicted_part(trace, aim).recorded_concurrency()
+    np.testing.assert_array_equal(in_flight, of_window)
+    with a_run(tmp_path, trace, a_space(EngineLimits(16, 2048))) as run:
+        context = replace(run.context, aim=replace(aim, window=None))
+        fly_pilot(replace(run.runner, context=context))
+        _, in_flight = run.engine._traces["pilot"].recorded_concurrency()
+    assert in_flight[0] > 100
 
 
 def test_the_outlook_is_of_the_windows_that_will_race(tmp_path: Path) -> None:

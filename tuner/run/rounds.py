@@ -82,7 +82,8 @@ def workloads_of(one: Round, trace: Trace, aim: Aim) -> list[Workload]:
 
 def predicted_part(trace: Trace, aim: Aim) -> Trace:
     """Return what is predicted of a trace, its lead-in too."""
-    return trace if aim.window is None else aim.window.of(trace).all_measured()
+    recorded = aim.plan.on(trace)
+    return recorded if aim.window is None else aim.window.of(recorded).all_measured()
 
 
 def share_round(

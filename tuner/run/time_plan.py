@@ -157,7 +157,8 @@ def fly_pilot(runner: TrialRunner, observe: Observe | None = None) -> float:
     """
     context, engine = runner.context, runner.engine
     trace, current = context.trace, context.space.current
-    pilot = busiest(trace, min(trace.duration_s, 60.0) or 1.0).of(trace)
+    stretch = busiest(trace, min(trace.duration_s, 60.0) or 1.0)
+    pilot = stretch.of(context.aim.plan.on(trace))
     engine.use("pilot", pilot)
     cut = CutRule(max_wall_s=context.budget.pilot_s)
     plan = replace(context.aim.plan, cut=cut, keep_steps=observe is not None)
