@@ -20,7 +20,13 @@ from tuner.engine.protocol import Batch, Step
 from tuner.engine.steps import StepLog
 from tuner.errors import ShadowError, TooFewSamplesError
 from tuner.replay.plan import ReplayPlan
-from tuner.run.calibrate import CALIBRATION_SHARE, _outlook, calibration_settings
+from tuner.run.calibrate import (
+    CALIBRATION_SHARE,
+    Blocks,
+    Calibrator,
+    _outlook,
+    calibration_settings,
+)
 from tuner.run.context import Workload
 from tuner.run.rounds import predicted_part
 from tuner.run.time_plan import fly_pilot, race_windows
@@ -34,6 +40,7 @@ from tuner.shadow.calibration import (
     check_rank_by,
     error_ratio,
 )
+from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import KvStart, Profile
 from tuner.shadow.step_model import FitError, StepModel
 from tuner.traffic.resample import at_load
@@ -89,6 +96,20 @@ def test_calibrating_keeps_as_many_in_flight_as_a_closed_loop_recorded(tmp_path:
         fly_pilot(replace(run.runner, context=context))
         _, in_flight = run.engine._traces["pilot"].recorded_concurrency()
     assert in_flight[0] > 100
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_the_steps_of_blocks_are_kept_whoever_may_share_them(
+    tmp_path: Path, *, is_shared: bool
+) -> None:
+    current, kept = EngineLimits(16, 2048), set[EngineLimits]()
+    trace = steady(200, per_s=6.0)
+    with a_run(tmp_path, trace, a_space(current), is_shared=is_shared) as run:
+        calibrator = Calibrator.of(run.engine.start_below(current), current, {})
+        calibrator.keep = lambda limits, _: kept.add(limits)
+        Blocks(run.runner, calibrator, Predictor)._first()
+    assert kept == {limits for limits, _ in calibrator.calibration.steps}
+    assert {current, run.context.space.ceiling} <= kept
 
 
 def test_the_outlook_is_of_the_windows_that_will_race(tmp_path: Path) -> None:

@@ -127,11 +127,11 @@ class Calibrator:
     def observe(self, limits: EngineLimits, log: ReplayLog) -> None:
         """Take in the steps of a live replay."""
         if log.kept_steps is not None:
-            self.keep(limits, log.kept_steps)
             self.observe_steps(limits, log.kept_steps)
 
     def observe_steps(self, limits: EngineLimits, columns: StepColumns) -> None:
         """Take in the steps of a replay on the run's own engine."""
+        self.keep(limits, columns)
         self.calibration = self.calibration.and_steps(limits, [columns])
 
     def observe_elsewhere(self, steps: Steps) -> None:
@@ -143,13 +143,13 @@ class Calibrator:
         if not steps:
             return
         try:
-            here = self.calibration.profile()
             theirs = replace(self.calibration, steps=tuple(steps))
-            times = theirs.times_of(here)
+            times = theirs.times_of(self.calibration.profile())
         except TooFewSamplesError:
             return
         for limits, columns in steps:
-            self.observe_steps(limits, replace(columns, duration_s=columns.duration_s / times))
+            here = replace(columns, duration_s=columns.duration_s / times)
+            self.calibration = self.calibration.and_steps(limits, [here])
 
     def learn(self) -> tuple[Profile, Speed]:
         """Return the profile that the steps so far make, and what they leave open.
