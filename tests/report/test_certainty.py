@@ -190,7 +190,7 @@ def test_without_other_traffic_one_interval_and_one_probability_are_told() -> No
         here = Estimate(0.8, 0.76, 0.84, 3)
         result = made(dataclasses.replace(CHANGE, odds=odds, gain_here=here, metric="e2e_p99"))
         assert result.recommendation is not None
-        told[basis] = gain_words(result, result.recommendation) + odds.text
+        told[basis] = gain_words(result.recommendation) + odds.text
     assert told[MODEL_ALONE].count(" … ") == 1
     assert "other hours" not in told[MODEL_ALONE]
     assert told[OTHER_TRAFFIC].count(" … ") == 2

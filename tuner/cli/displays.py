@@ -284,7 +284,7 @@ def _show_advice(outcome: RunResult, advice: Advice) -> None:
             say(f"  {row.text}")
     odds = "" if advice.odds is None else advice.odds.text
     if odds:
-        say("; ".join(filter(None, [gain_words(outcome, advice), odds])))
+        say("; ".join(filter(None, [gain_words(advice), odds])))
     ties = [t for t in advice.tied if t not in (advice.limits, outcome.current)]
     if ties:
         say(f"as good within the noise: {', '.join(map(str, ties))} (seqs/tokens)")

@@ -78,14 +78,14 @@ def _gain(run: RunFiles) -> list[str]:
         return _broken(result)
     if advice.is_change:
         against = f"against the current {limits_words(run.current)}"
-        gain = gain_words(result, advice)
+        gain = gain_words(advice)
         found = "best so far" if advice.why == UNFINISHED else "better"
         first = f"{gain} {against}" if gain else f"{found} {against}: {advice.why}"
         return [first, *filter(None, [advice.for_bounds]), *_odds(advice)]
     if run.shown == run.current:
         return [advice.why, *_odds(advice)]
     best = f"the best that was found is {limits_words(run.shown)}"
-    gain = gain_words(result, advice)
+    gain = gain_words(advice)
     return [f"{best}, but {advice.why}{f': {gain}' if gain else ''}", *_odds(advice)]
 
 
@@ -94,9 +94,9 @@ def _odds(advice: Advice) -> list[str]:
     return [] if advice.odds is None else [advice.odds.text]
 
 
-def gain_words(result: RunResult, advice: Advice) -> str:
-    """Return the gain in the objective's own metric as text, empty where there is none."""
-    ratio, metric = advice.gain_ratio, scored_by(result, advice)
+def gain_words(advice: Advice) -> str:
+    """Return the gain in the metric that decided as text, empty where there is none."""
+    ratio, metric = advice.gain_ratio, advice.gain_metric
     if ratio is None or ratio <= -1:
         return ""
     bounds, here = advice.gain_interval, advice.gain_here_interval
@@ -110,14 +110,6 @@ def gain_words(result: RunResult, advice: Advice) -> str:
     parts += [f"{interval(here)} on the recorded traffic"] if here and not is_once else []
     within = f" ({'; '.join(parts)})" if parts else ""
     return f"{metric_name(metric)} {change(ratio)}{within}"
-
-
-def scored_by(result: RunResult, advice: Advice) -> str:
-    """Return the metric that placed the configuration whose gain is shown."""
-    if advice.gain_metric:
-        return advice.gain_metric
-    metrics = [t.metric for t in decisive(result.trials) if t.limits == advice.shown]
-    return metrics[-1] if metrics else ""
 
 
 def _broken(result: RunResult) -> list[str]:
