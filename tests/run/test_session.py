@@ -247,6 +247,7 @@ def test_a_change_is_confirmed_on_engines_started_cold(finished: Run) -> None:
     "error",
     [
         EngineError("the device is lost"),
+        pytest.param(UsageError("the device is lost"), marks=pytest.mark.slow),
         pytest.param(KeyboardInterrupt(), marks=pytest.mark.slow),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 
 from support.job_parts import SHORT, arguments_for, run
 from support.odd_toys import FragileSource
-from support.run_parts import a_profile, a_run, a_space
+from support.run_parts import CEILING, Heard, a_profile, a_run, a_space
 from support.toy import ToySource
 from support.toy_tune import CROWDED, job_on, write_trace
 from support.traffic import a_trace, steady
@@ -22,9 +22,11 @@ from tuner.errors import (
     TooFewSamplesError,
     UsageError,
 )
+from tuner.replay.slo import Slo
 from tuner.run.inputs import fit_lengths
 from tuner.run.journal import Journal
 from tuner.run.options import TuningOptions
+from tuner.run.sessions import shadow as shadow_session
 from tuner.run.sessions.shadow import ShadowSession
 from tuner.run.start import prepare
 from tuner.run.tune import _Run
@@ -145,6 +147,25 @@ def test_an_engine_that_refuses_a_key_is_told_before_anything_is_measured(
         job_on(ToySource(), arguments_for(trace, "--engine-arg", "toy-refuses=1", *SHORT))
     assert "trial" not in capsys.readouterr().err
     assert [one.name for one in trace.parent.iterdir()] == ["t.jsonl"]
+
+
+def test_a_prediction_stands_though_memory_is_short_for_what_is_told_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A setting with much room is asked for many times the load, of which copies are made."""
+
+    def short(*_: object) -> None:
+        raise UsageError("64 times the trace is 12,800,000,000 requests")
+
+    monkeypatch.setattr(shadow_session, "predict_capacity", short)
+    traffic, slos = steady(300, per_s=2.0), (Slo.parse("e2e_p90=60s"),)
+    with a_run(tmp_path, traffic, a_space(EngineLimits(16, 2048)), slos=slos) as begun:
+        session = ShadowSession(begun.context, Predictor(a_profile(), CEILING))
+        decision = session.run()
+        state, heard = begun.context.journal.state, begun.context.listener
+    assert (session.decision, state) == (decision, "done")
+    assert isinstance(heard, Heard)
+    assert "lacks how much load it bears or part of it: 64 times" in " ".join(heard.notes)
 
 
 class AwayJournal(Journal):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Self
 
 from tuner.engine.limits import EngineLimits
@@ -26,10 +27,13 @@ from tuner.run.race import race
 from tuner.run.sessions.learning import Learning
 from tuner.run.sessions.predicted import PredictedSearch
 from tuner.run.sessions.shadow import (
+    ADVICE,
+    CAPACITY,
     ShadowSession,
     advise_clients,
     advise_on_knobs,
     compare_starting_points,
+    find_beside,
     profile_record,
 )
 from tuner.run.time_plan import RacePlan, search_windows
@@ -128,8 +132,8 @@ class Session:
         self.decision = decision
         if self.cold is not None:
             self.search.learning.keep_starts()
-        self._add(self._turn_knobs, "knobs, starting points and advice for clients")
-        self._add(self._find_capacity, "how much load it bears")
+        find_beside(context, partial(self._turn_knobs, decision), ADVICE)
+        find_beside(context, partial(self._find_capacity, decision), CAPACITY)
         self._tell_restlessness(decision)
         context.journal.set_state("done")
         return decision
@@ -147,17 +151,6 @@ class Session:
             self.decision = unless_refuted(self.context, decision)
             raise
         return decision
-
-    def _add(self, find: Callable[[RaceDecision], None], what: str) -> None:
-        """Find what is told beside the answer, which stands though that should fail."""
-        if self.decision is None:
-            return
-        try:
-            find(self.decision)
-        except (EngineError, ReplayError, ShadowError, TooFewSamplesError) as error:
-            self.context.listener.note(
-                f"the answer stands, but the result lacks {what} or part of it: {error.message}"
-            )
 
     def _started(self) -> EngineStart:
         """Return the engine at the largest limits that it starts at; nothing above is tried.

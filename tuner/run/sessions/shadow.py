@@ -6,12 +6,20 @@ A run with a live engine predicts with the same functions.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 
 from tuner.engine.limits import EngineLimits
 from tuner.engine.steps import StepColumns
-from tuner.errors import Caveat, EngineError, ShadowError, TooFewSamplesError
+from tuner.errors import (
+    Caveat,
+    EngineError,
+    ReplayError,
+    ShadowError,
+    TooFewSamplesError,
+    UsageError,
+)
 from tuner.replay.metrics import Measurement
 from tuner.replay.series import timeline_record
 from tuner.run.context import RunContext, Workload
@@ -70,6 +78,9 @@ def predict_space(context: RunContext, predictor: Predictor) -> Foretold:
 # What goes to batches beyond those that were measured is doubted from this share of the time
 # on: ours, so much moves the tail of a latency.
 MUCH_BEYOND = 0.1
+# What is told beside an answer.
+ADVICE = "knobs, starting points and advice for clients"
+CAPACITY = "how much load it bears"
 # How much traffic tells how long vLLM's scheduler takes, in seconds, and the share of the time
 # that is left which the whole space may take of it: ours.
 PROBE_S, ASKED_SHARE = 60.0, 0.2
@@ -204,6 +215,16 @@ def advise_clients(
             return None
 
 
+def find_beside(context: RunContext, find: Callable[[], None], what: str) -> None:
+    """Find what is told beside the answer, which stands though that should fail."""
+    try:
+        find()
+    except (EngineError, ReplayError, ShadowError, TooFewSamplesError, UsageError) as error:
+        context.listener.note(
+            f"the answer stands, but the result lacks {what} or part of it: {error.message}"
+        )
+
+
 def keep_predictions(context: RunContext, predicted: Predictions) -> None:
     """Put predictions among the run's trials, as those of its latest profile."""
     made = predicted.recorded(context.journal.last_prediction() + 1)
@@ -239,17 +260,26 @@ class ShadowSession:
         context.listener.note(predicted_text(context, known.predictions))
         current = context.space.current
         self.decision = decision = decide_predicted(context, known)
-        self.found.starting_points = compare_starting_points(context, known, decision)
-        self.found.knobs = advise_on_knobs(context, known, decision)
-        if workload.slos and workload.plan.bears_loads:
-            with context.stopwatch.stage("capacity"):
-                borne = predict_capacity(predictor, workload, decision, current)
-                self.found.capacity = borne.record
-                tell_headroom(context, borne)
-        self.found.clients = advise_clients(context, known, decision.told)
+        find_beside(context, partial(self._advise, known, decision), ADVICE)
+        find_beside(context, partial(self._find_capacity, workload, decision), CAPACITY)
         self._keep_timelines(workload, [decision.shown, current])
         context.journal.set_state("done")
         return decision
+
+    def _advise(self, known: Foretold, decision: RaceDecision) -> None:
+        self.found.starting_points = compare_starting_points(self.context, known, decision)
+        self.found.knobs = advise_on_knobs(self.context, known, decision)
+        self.found.clients = advise_clients(self.context, known, decision.told)
+
+    def _find_capacity(self, workload: Workload, decision: RaceDecision) -> None:
+        if not workload.slos or not workload.plan.bears_loads:
+            return
+        context = self.context
+        with context.stopwatch.stage("capacity"):
+            current = context.space.current
+            borne = predict_capacity(self.predictor, workload, decision, current)
+            self.found.capacity = borne.record
+            tell_headroom(context, borne)
 
     def _keep_timelines(self, workload: Workload, settings: Sequence[EngineLimits]) -> None:
         """Predict settings once more for what they look like over time.
