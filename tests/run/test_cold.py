@@ -274,7 +274,7 @@ def test_without_time_nothing_is_started_and_that_is_told(tmp_path: Path) -> Non
         run.engine.start_s = 1e6
         assert cold_of(run, decision) == (decision, None)
         assert run.engine.starts == 1
-        assert run.context.journal.observations() == []
+        assert run.context.journal.records() == []
     assert run.context.caveats == {Caveat.NOT_CONFIRMED_COLD}
 
 

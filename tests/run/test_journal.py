@@ -50,7 +50,8 @@ def kept(journal: Journal, score: Score, phase: Phase = Phase.LADDER, round_: in
 
 def test_another_process_reads_what_was_measured(url: str) -> None:
     kept(Journal(url), GOOD)
-    (seen,) = Journal(url).observations()
+    (record,) = Journal(url).records()
+    seen = record.observation
     assert (seen.limits, seen.phase, seen.score) == (LIMITS, Phase.LADDER, GOOD)
     assert (seen.peak_running, seen.peak_step_tokens, seen.decode_step_s) == (7, 400, 0.02)
 
@@ -70,9 +71,8 @@ def test_a_failure_is_a_failed_trial_with_its_cause_and_never_a_value(url: str) 
     kept(journal, FAILED)
     (record,) = journal.records()
     assert (record.value, record.cause, record.measurement) == (None, "why", None)
-    (seen,) = journal.observations()
-    assert seen.score == FAILED
-    assert not seen.is_whole
+    assert record.score == FAILED
+    assert not record.observation.is_whole
 
 
 def test_the_study_is_one_that_optunas_own_tools_can_read(url: str) -> None:
@@ -351,7 +351,7 @@ def test_a_study_made_anew_from_its_records_is_the_same_study(tmp_path: Path) ->
     records = first.records()
     assert second.restore(records) == {record.number for record in records}
     assert second.records() == records
-    assert second.observations() == first.observations()
+    assert second.records() == first.records()
     assert second.race_runs() == first.race_runs()
     for mine, theirs in zip(first._study.trials, second._study.trials, strict=True):
         if "record" in mine.user_attrs:

@@ -107,7 +107,7 @@ def test_a_race_leaves_the_time_that_the_cold_engines_need(tmp_path: Path) -> No
         assert reserve_s(run.runner, plan) == 0.0
         run.context.stopwatch.total_s = 0.0
         found = raced(run, plan)
-        assert run.context.journal.observations() == []
+        assert run.context.journal.records() == []
     assert (found.verdict, found.rounds) == (RaceVerdict.KEEP, 0)
     assert run.context.caveats == {Caveat.BUDGET_SPENT}
 
@@ -225,7 +225,7 @@ def test_no_round_begins_that_would_not_end_before_the_cold_engines_have_to(
                 run.context.stopwatch.total_s += kept_s + 15.0 - run.context.left_s
 
         found = race(run.runner, Hurried(plan, 1, tells=True))
-        made = [o for o in run.context.journal.observations() if o.phase is Phase.RACE]
+        made = [o for o in run.context.journal.records() if o.phase is Phase.RACE]
     assert (found.rounds, len(made)) == (1, 3)
     assert run.context.caveats == {Caveat.BUDGET_SPENT}
 

@@ -49,7 +49,7 @@ from tuner.run.storage import (
 )
 from tuner.search.objective import Tier, recorded_slacks
 from tuner.search.race import RaceRun
-from tuner.search.trials import Observation, Phase
+from tuner.search.trials import Phase
 from tuner.search.trials import Trial as Record
 from tuner.shadow.design import Block
 from tuner.traffic.windows import Window
@@ -431,10 +431,6 @@ class Journal:
             ]
         except (msgspec.MsgspecError, UsageError) as damaged:
             raise is_damaged(str(damaged) or type(damaged).__name__) from damaged
-
-    def observations(self) -> list[Observation]:
-        """Return what the search needs to know of every trial that ended."""
-        return [record.observation for record in self.records()]
 
     def last_prediction(self) -> int:
         """Return how often the space was predicted by now."""

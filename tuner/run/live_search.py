@@ -66,7 +66,7 @@ class LiveEvidence:
 
 def searched(context: RunContext) -> list[Observation]:
     """Return what the live search has seen so far."""
-    return [o for o in context.journal.observations() if o.phase.is_search]
+    return [t.observation for t in context.journal.records() if t.phase.is_search]
 
 
 def search_live(runner: TrialRunner, workload: Workload, observe: Observe | None) -> RacePlan:
