@@ -67,6 +67,14 @@ def host(log_path: Path) -> Iterator[EngineProcess]:
         yield host
 
 
+@pytest.fixture(scope="module")
+def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    """Return a host for the tests that leave it as it was."""
+    with EngineProcess(ToySource(), tmp_path_factory.mktemp("host") / "engine.log") as host:
+        ready(host)
+        yield host
+
+
 def ready(host: EngineProcess) -> None:
     host.start({}, CEILING)
     host.load("short", TRACE, 0)
@@ -79,20 +87,16 @@ def pid_of(host: EngineProcess) -> int:
     return host._child.process.pid
 
 
-def test_a_replay_in_the_child_is_the_replay_here(host: EngineProcess) -> None:
-    plan = ReplayPlan(keep_steps=True)
-    log, here = host.replay("short", LIMITS, plan), replay_toy(TRACE, LIMITS, plan=plan)
-    assert log.timelines.last_s.tolist() == here.timelines.last_s.tolist()
-    assert kept(log).running.tolist() == kept(here).running.tolist()
-    assert log.steps.peaks == here.steps.peaks
-    assert pid_of(host) != os.getpid()
-
-
-def test_one_process_serves_all_requests(host: EngineProcess) -> None:
-    first = pid_of(host)
-    for cap in (1, 16, 4):
-        host.replay("short", EngineLimits(cap, 256), ReplayPlan())
-    assert pid_of(host) == first
+def test_a_replay_in_the_child_is_the_replay_here(lasting: EngineProcess) -> None:
+    plan, child = ReplayPlan(keep_steps=True), pid_of(lasting)
+    for cap in (8, 1, 16):
+        limits = EngineLimits(cap, 256)
+        log = lasting.replay("short", limits, plan)
+        here = replay_toy(TRACE, limits, plan=plan)
+        assert log.timelines.last_s.tolist() == here.timelines.last_s.tolist()
+        assert kept(log).running.tolist() == kept(here).running.tolist()
+        assert log.steps.peaks == here.steps.peaks
+    assert pid_of(lasting) == child != os.getpid()
 
 
 def test_facts_are_reported_before_anything_is_started(log_path: Path) -> None:
@@ -100,58 +104,46 @@ def test_facts_are_reported_before_anything_is_started(log_path: Path) -> None:
         assert host.facts({}) == EngineFacts(CURRENT, 4096, True, "0.0", "toy")
 
 
-def test_progress_is_heard_and_the_caller_may_stop(host: EngineProcess) -> None:
+def test_progress_is_heard_and_the_caller_may_stop(lasting: EngineProcess) -> None:
     heard: list[Progress] = []
 
     def stop(progress: Progress) -> bool:
         heard.append(progress)
         return False
 
-    log = host.replay("long", LIMITS, ReplayPlan(), stop)
+    log = lasting.replay("long", LIMITS, ReplayPlan(), stop)
     assert log.cut_reason == "stopped by the caller"
     assert heard
     assert log.timelines.count(Outcome.ABORTED) > 0
-    again = host.replay("short", LIMITS, ReplayPlan())
+    again = lasting.replay("short", LIMITS, ReplayPlan())
     assert again.timelines.count(Outcome.COMPLETED) == len(TRACE)
 
 
-def test_a_stop_that_comes_too_late_harms_nothing(host: EngineProcess) -> None:
-    assert host._child is not None
-    host._child.connection.send("stop")
-    log = host.replay("short", LIMITS, ReplayPlan())
+def test_a_stop_that_comes_too_late_harms_nothing(lasting: EngineProcess) -> None:
+    assert lasting._child is not None
+    lasting._child.connection.send("stop")
+    log = lasting.replay("short", LIMITS, ReplayPlan())
     assert log.timelines.count(Outcome.COMPLETED) == len(TRACE)
 
 
-def test_a_crash_is_an_engine_error_with_its_last_words(
+def test_a_crash_is_told_with_its_last_words_and_nothing_of_it_is_left_in_the_next(
     host: EngineProcess, log_path: Path
 ) -> None:
+    old = pid_of(host)
     with pytest.raises(EngineError) as caught:
         host.replay("short", EngineLimits(7, 256), ReplayPlan())
     assert LAST_WORDS in caught.value.message
     assert f"exit code {EXIT_CODE}" in caught.value.message
     assert "during replay" in caught.value.message
     assert str(log_path) in caught.value.hint
-
-
-def test_after_a_crash_it_starts_again_with_nothing_left_of_the_old(
-    host: EngineProcess,
-) -> None:
-    old = pid_of(host)
-    with pytest.raises(EngineError):
-        host.replay("short", EngineLimits(7, 256), ReplayPlan())
     assert not is_alive(old)
     ready(host)
     assert pid_of(host) != old
     log = host.replay("short", LIMITS, ReplayPlan())
     assert log.timelines.count(Outcome.COMPLETED) == len(TRACE)
-
-
-def test_old_last_words_are_not_told_again(host: EngineProcess) -> None:
-    with pytest.raises(EngineError, match="ToyMemoryError"):
-        host.replay("short", EngineLimits(7, 256), ReplayPlan())
-    ready(host)
+    # Killed while idle, which is noticed at the next request.
     os.kill(pid_of(host), signal.SIGKILL)
-    with pytest.raises(EngineError) as caught:
+    with pytest.raises(EngineError, match="died during replay") as caught:
         host.replay("short", LIMITS, ReplayPlan())
     assert "ToyMemoryError" not in caught.value.message
 
@@ -189,21 +181,13 @@ def test_a_child_that_is_ended_while_another_thread_asks_is_ended_once(
     assert host._child is None
 
 
-def test_a_child_that_is_killed_while_idle_is_noticed_at_the_next_request(
-    host: EngineProcess,
-) -> None:
-    os.kill(pid_of(host), signal.SIGKILL)
-    with pytest.raises(EngineError, match="died during replay"):
-        host.replay("short", LIMITS, ReplayPlan())
-
-
-def test_an_interrupt_does_not_reach_the_child(host: EngineProcess) -> None:
-    pid = pid_of(host)
+def test_an_interrupt_does_not_reach_the_child(lasting: EngineProcess) -> None:
+    pid = pid_of(lasting)
     assert os.getsid(pid) == pid != os.getsid(0)
     os.kill(pid, signal.SIGINT)
-    log = host.replay("short", LIMITS, ReplayPlan())
+    log = lasting.replay("short", LIMITS, ReplayPlan())
     assert log.timelines.count(Outcome.COMPLETED) == len(TRACE)
-    assert pid_of(host) == pid
+    assert pid_of(lasting) == pid
 
 
 def test_an_interrupt_while_a_child_starts_leaves_none(
@@ -224,22 +208,20 @@ def test_an_interrupt_while_a_child_starts_leaves_none(
     assert [process.exitcode for process in begun] == [-signal.SIGKILL]
 
 
-def test_an_error_keeps_its_class_and_hint_on_the_way(host: EngineProcess) -> None:
+def test_an_error_keeps_its_class_and_hint_on_the_way(lasting: EngineProcess) -> None:
     with pytest.raises(UsageError) as refused:
-        host.facts({"toy-refuses": 1})
+        lasting.facts({"toy-refuses": 1})
     assert refused.value.hint == "leave it out"
     with pytest.raises(TraceError) as unrecorded:
-        host.replay("short", LIMITS, ReplayPlan(load_model=LoadModel.CLOSED))
+        lasting.replay("short", LIMITS, ReplayPlan(load_model=LoadModel.CLOSED))
     assert "record e2e_s" in unrecorded.value.hint
-    assert host.replay("short", LIMITS, ReplayPlan()).cut_reason is None
+    assert lasting.replay("short", LIMITS, ReplayPlan()).cut_reason is None
 
 
-def test_limits_above_the_ceiling_are_an_engine_error(
-    host: EngineProcess, log_path: Path
-) -> None:
+def test_limits_above_the_ceiling_are_an_engine_error(lasting: EngineProcess) -> None:
     with pytest.raises(EngineError, match="above the start-up values 16/512") as caught:
-        host.replay("short", EngineLimits(17, 512), ReplayPlan())
-    assert str(log_path) in caught.value.hint
+        lasting.replay("short", EngineLimits(17, 512), ReplayPlan())
+    assert str(lasting.log_path) in caught.value.hint
 
 
 def test_a_replay_without_an_engine_is_an_error_and_no_puzzle(log_path: Path) -> None:
