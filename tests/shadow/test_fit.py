@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -24,17 +25,20 @@ from support.step_parts import (
     uniform,
 )
 from tuner.errors import TooFewSamplesError, UsageError
-from tuner.shadow.fit import MIN_STEPS, fit, non_negative
+from tuner.shadow.fit import MIN_STEPS, Fit, fit, non_negative
 from tuner.shadow.step_model import Knots, StepModel
 
 
+@cache
+def found_again(truth: StepModel) -> Fit:
+    """Return what is found under ten percent of noise and three percent of stalls."""
+    return fit(replays(truth, lognormal(0.1), stalled=0.03))
+
+
 @pytest.mark.parametrize("truth", [LINEAR, KNEE], ids=["linear", "knee"])
-@pytest.mark.parametrize("seed", range(2))
-def test_predictions_are_found_again_under_noise_and_stalls(
-    truth: StepModel, seed: int
-) -> None:
-    """Ten percent of noise, three percent of stalls: 99 of 100 batches within one percent."""
-    found = fit(replays(truth, lognormal(0.1), seed=seed, stalled=0.03))
+def test_predictions_are_found_again_under_noise_and_stalls(truth: StepModel) -> None:
+    """99 of 100 batches within one percent."""
+    found = found_again(truth)
     assert np.quantile(off_ratio(found.model, truth), 0.99) < 0.01
     assert found.error.distorted_ratio == pytest.approx(0.03, abs=0.005)
     assert found.error.steps == 4 * 3000
@@ -69,10 +73,9 @@ def test_whatever_the_engines_speed_its_predictions_are_found_again(
 
 
 @pytest.mark.parametrize("noise", [lognormal(0.3), uniform(0.52)], ids=["lognormal", "uniform"])
-@pytest.mark.parametrize("seed", range(2))
-def test_thirty_percent_of_noise_does_not_bias_the_mean(noise: Noise, seed: int) -> None:
+def test_thirty_percent_of_noise_does_not_bias_the_mean(noise: Noise) -> None:
     """Three standard errors of a sum of 40,000 steps are about 0.7 percent here."""
-    measured = replays(KNEE, noise, seed=seed, steps=10_000)
+    measured = replays(KNEE, noise, steps=10_000)
     found = fit(measured)
     total_s = sum(found.model.predict_s(m).sum() for m in measured)
     truth_s = sum(KNEE.predict_s(m).sum() for m in measured)
@@ -118,9 +121,8 @@ def test_slow_first_steps_and_rare_giants_do_not_move_the_model() -> None:
     assert np.quantile(off_ratio(fit(measured).model, LINEAR), 0.99) < 0.01
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_linear_truth_stays_linear_and_extrapolates_to_twice_the_batch(seed: int) -> None:
-    found = fit(replays(LINEAR, lognormal(0.1), seed=seed, stalled=0.03)).model
+def test_a_linear_truth_stays_linear_and_extrapolates_to_twice_the_batch() -> None:
+    found = found_again(LINEAR).model
     assert found.token_knots == (0,)
     twice = columns(
         duration_s=np.ones(3),
@@ -132,10 +134,7 @@ def test_a_linear_truth_stays_linear_and_extrapolates_to_twice_the_batch(seed: i
     assert found.predict_s(twice) == pytest.approx(LINEAR.predict_s(twice), rel=0.03)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_what_uneven_contexts_cost_beside_a_prompt_is_told_from_what_they_cost_alone(
-    seed: int,
-) -> None:
+def test_what_uneven_contexts_cost_beside_a_prompt_is_told_from_what_they_cost_alone() -> None:
     truth = replace(
         LINEAR,
         decode_context_s=5e-8,
@@ -143,7 +142,7 @@ def test_what_uneven_contexts_cost_beside_a_prompt_is_told_from_what_they_cost_a
         spread_s=2.4e-7,
         mixed_spread_s=2.4e-7,
     )
-    measured = replays(truth, lognormal(0.05), seed=seed, spread=2_500.0)
+    measured = replays(truth, lognormal(0.05), spread=2_500.0)
     found = fit(measured).model
     assert found.spread_s == pytest.approx(truth.spread_s, rel=0.1)
     assert found.mixed_spread_s == pytest.approx(truth.mixed_spread_s, rel=0.3)
@@ -168,9 +167,8 @@ def test_contexts_of_one_length_say_nothing_of_uneven_ones() -> None:
     assert found.decode_context_s > 0.0
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_tokens_that_are_free_up_to_64_are_found(seed: int) -> None:
-    found = fit(replays(KNEE, lognormal(0.1), seed=seed, stalled=0.03)).model
+def test_tokens_that_are_free_up_to_64_are_found() -> None:
+    found = found_again(KNEE).model
     assert found.token_knots == (0, 64)
     flat_s, steep_s = found.token_slopes_s
     assert flat_s < 0.1 * steep_s
