@@ -25,7 +25,7 @@ from tuner.shadow.derived.models import ModelConfig
 from tuner.shadow.derived.wanted import Wanted
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiled import ProfiledEngine
-from tuner.shadow.profiles import read_profile, write_profile
+from tuner.shadow.profiles import Profile, read_profile, write_profile
 from tuner.traffic.formats import read_trace
 
 pytest.importorskip("aiconfigurator_core", reason="pip install 'max-num-seqs-tuner[predict]'")
@@ -50,6 +50,12 @@ def a_config(folder: Path, **changed: object) -> str:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config | changed))
     return str(folder)
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> Profile:
+    """Return the profile of that model on an H200, served by default."""
+    return derive(Wanted(gpu_of("h200"), a_config(tmp_path_factory.mktemp("usual"))))
 
 
 @pytest.mark.slow
@@ -99,12 +105,15 @@ def test_what_is_known_of_a_model_folder_is_used(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_further_off_than_usual_is_warned_of(
-    tmp_path: Path, changed: dict[str, object], gpu: str, parallel: int, words: str
+    tmp_path: Path,
+    usual: Profile,
+    changed: dict[str, object],
+    gpu: str,
+    parallel: int,
+    words: str,
 ) -> None:
-    usual = derive(Wanted(gpu_of("h200"), a_config(tmp_path)))
     assert usual.doubts == ()
-    # The tables' library reads a folder once.
-    found = derive(Wanted(gpu_of(gpu), a_config(tmp_path / "other", **changed), parallel))
+    found = derive(Wanted(gpu_of(gpu), a_config(tmp_path, **changed), parallel))
     assert any(words in warning for warning in found.doubts)
     # And wherever the profile is used, which may be by somebody else.
     write_profile(tmp_path / "p.yaml", found)
@@ -148,12 +157,16 @@ def test_what_the_shadow_cannot_keep_account_of_is_refused(
     ],
 )
 def test_keys_and_values_have_the_bits_that_vllm_gives_them_whatever_weights_have(
-    tmp_path: Path, quantised: dict[str, str], served: dict[str, object], *, is_halved: bool
+    tmp_path: Path,
+    usual: Profile,
+    quantised: dict[str, str],
+    served: dict[str, object],
+    *,
+    is_halved: bool,
 ) -> None:
     """Weights of eight bits alone leave them at sixteen."""
     config = a_config(tmp_path, quantization_config={"activation_scheme": "static"} | quantised)
     found = derive(Wanted(gpu_of("h200"), config, serve_values=served))
-    usual = derive(Wanted(gpu_of("h200"), a_config(tmp_path / "full")))
     at = EngineLimits(64, 2048)
     times = found.num_blocks_at(at) / usual.num_blocks_at(at)
     assert times == pytest.approx(2.0 if is_halved else 1.0, rel=0.05)

@@ -60,12 +60,28 @@ def read(folder: Path, steps: list[bytes], rows: list[bytes]) -> tuple[Any, Reco
     return read_steps(paths), RecordedRequests.read([folder / "prod.jsonl"])
 
 
+Lines = tuple[StepColumns, list[bytes], list[bytes]]
+Whole = tuple[list[RecordedSteps], RecordedRequests]
+
+
+@pytest.fixture(scope="module")
+def lines() -> Lines:
+    """Return the true steps of the usual engine, and the lines that record them."""
+    return recorded(served())
+
+
+@pytest.fixture(scope="module")
+def whole(lines: Lines, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """Return what is read of them."""
+    return read(tmp_path_factory.mktemp("whole"), *lines[1:])
+
+
 def test_a_packed_recording_and_a_folder_are_read_and_files_without_a_line_left_out(
-    tmp_path: Path,
+    tmp_path: Path, lines: Lines, whole: Whole
 ) -> None:
     """A server that is killed at once leaves both files empty."""
-    _, steps, rows = recorded(served(), has_details=True)
-    plain = read(tmp_path, steps, rows)
+    _, steps, rows = lines
+    plain = whole
     packed = tmp_path / "packed"
     packed.mkdir()
     (packed / "prod.jsonl.gz").write_bytes(gzip.compress(b"".join(rows)))
@@ -122,9 +138,8 @@ def test_requests_that_their_clients_left_are_in_the_batches(tmp_path: Path) -> 
         assert np.mean(np.abs(ours - its) <= 0.02 * its + 1) > 0.95
 
 
-def test_the_engine_that_served_is_learnt_without_touching_it(tmp_path: Path) -> None:
-    _, steps, rows = recorded(served())
-    found, requests = read(tmp_path, steps, rows)
+def test_the_engine_that_served_is_learnt_without_touching_it(whole: Whole) -> None:
+    found, requests = whole
     profile, learnt = learn_profile(found, requests, {"model": "toy"})
     assert profile.current_limits == LIMITS
     assert profile.num_blocks_at(LIMITS) == 100_000
@@ -218,9 +233,9 @@ def test_prompts_of_which_each_is_answered_by_one_token_come_back(tmp_path: Path
 
 
 def test_a_request_that_is_missing_is_stood_for_and_many_leave_steps_out(
-    tmp_path: Path,
+    tmp_path: Path, lines: Lines
 ) -> None:
-    true, steps, rows = recorded(served())
+    true, steps, rows = lines
     (found,), requests = read(tmp_path, steps, [row for n, row in enumerate(rows) if n != 150])
     few = rebuild(found, requests)
     assert len(few.steps) > 0.8 * len(true)
@@ -239,9 +254,9 @@ def test_lines_hold_what_was_put_in(rows: list[tuple[int, ...]]) -> None:
 
 
 def test_a_line_that_a_killed_server_left_is_no_harm_and_a_damaged_one_is_named(
-    tmp_path: Path,
+    tmp_path: Path, lines: Lines
 ) -> None:
-    _, (head, line), rows = recorded(served())
+    _, (head, line), rows = lines
     (found,), _ = read(tmp_path, [head, line, line[: len(line) // 2]], rows)
     assert len(found) > 100
     with pytest.raises(UsageError, match="line 2: damaged"):
@@ -302,9 +317,8 @@ def test_what_cannot_be_predicted_is_refused_by_name(
         learn_profile(found, requests, {})
 
 
-def test_a_recording_of_other_requests_teaches_nothing(tmp_path: Path) -> None:
-    _, steps, rows = recorded(served())
-    (found,), requests = read(tmp_path, steps, rows)
+def test_a_recording_of_other_requests_teaches_nothing(whole: Whole) -> None:
+    (found,), requests = whole
     late = replace(requests, ends_s=requests.ends_s + 1000)
     with pytest.raises(TooFewSamplesError, match="none of 300 requests"):
         rebuild_all([found], late)
@@ -316,19 +330,17 @@ def test_a_recording_of_other_requests_teaches_nothing(tmp_path: Path) -> None:
 
 
 def test_a_configuration_that_the_recorded_server_did_not_run_with_is_refused(
-    tmp_path: Path,
+    whole: Whole,
 ) -> None:
-    _, steps, rows = recorded(served())
-    found, requests = read(tmp_path, steps, rows)
+    found, requests = whole
     with pytest.raises(UsageError, match=r"max-num-seqs 999, .* ran at 16/256"):
         learn_profile(found, requests, {"model": "toy", "max-num-seqs": 999})
     profile, _ = learn_profile(found, requests, {"max_num_seqs": 16})
     assert profile.serve_values == {"max_num_seqs": 16}
 
 
-def test_a_recording_without_a_busy_stretch_says_what_to_record(tmp_path: Path) -> None:
-    _, steps, rows = recorded(served())
-    (found,), requests = read(tmp_path, steps, rows)
+def test_a_recording_without_a_busy_stretch_says_what_to_record(whole: Whole) -> None:
+    (found,), requests = whole
     columns = [name for name in RecordedSteps.__dataclass_fields__ if name != "server"]
     quiet = replace(found, **{name: getattr(found, name)[:150] for name in columns})
     with pytest.raises(TooFewSamplesError, match="of 150 recorded steps teach") as caught:
@@ -341,10 +353,9 @@ def other_shape() -> Any:
     return replace(a_profile().shape, device="NVIDIA H200")
 
 
-def test_steps_of_two_starts_teach_together(tmp_path: Path) -> None:
+def test_steps_of_two_starts_teach_together(whole: Whole) -> None:
     """A server started again with other limits, which are current from then on."""
-    _, steps, rows = recorded(served())
-    (first,), requests = read(tmp_path, steps, rows)
+    (first,), requests = whole
     limits = EngineLimits(8, 256)
     again = replace(first, server=msgspec.structs.replace(first.server, limits=limits))
     profile, learnt = learn_profile([first, again], requests, {})
@@ -385,10 +396,9 @@ def test_caps_below_those_of_the_start_are_what_was_served(tmp_path: Path) -> No
     assert profile.current_limits == EngineLimits(4, 128)
 
 
-def test_a_start_that_answered_nothing_leaves_the_others_to_teach(tmp_path: Path) -> None:
+def test_a_start_that_answered_nothing_leaves_the_others_to_teach(whole: Whole) -> None:
     """A server whose limits were changed, and that was ended before it had answered."""
-    _, steps, rows = recorded(served())
-    (first,), requests = read(tmp_path, steps, rows)
+    (first,), requests = whole
     limits = EngineLimits(8, 256)
     again = replace(
         first,
