@@ -34,14 +34,13 @@ def poisson(n: int, per_s: float, seed: int) -> list[float]:
     return [float(at_s) for at_s in np.cumsum(gaps)]
 
 
-@pytest.mark.parametrize("per_s", [11.5, 13.0, 20.0, 100.0])
-@pytest.mark.parametrize("n", [100, 1000])
+@pytest.mark.parametrize(("per_s", "n"), [(11.5, 100), (11.5, 1000), (100.0, 100)])
 def test_steady_overload_is_seen(per_s: float, n: int) -> None:
     log = replay_toy(a_trace([i / per_s for i in range(n)], output=1), ONE, SERVER)
     assert not kept_up(log)
 
 
-@pytest.mark.parametrize("per_s", [0.5, 5.0, 9.0, 10.0])
+@pytest.mark.parametrize("per_s", [0.5, 10.0])
 def test_evenly_spaced_requests_that_fit_are_sustained(per_s: float) -> None:
     log = replay_toy(a_trace([i / per_s for i in range(500)], output=1), ONE, SERVER)
     assert kept_up(log)
@@ -61,7 +60,7 @@ def test_random_overload_is_seen() -> None:
     assert missed <= 1
 
 
-@pytest.mark.parametrize("burst_at_s", [0.0, 20.0, 40.0, 60.0])
+@pytest.mark.parametrize("burst_at_s", [0.0, 60.0])
 def test_a_burst_that_is_being_worked_off_is_no_overload(burst_at_s: float) -> None:
     due_s = sorted([*(i / 4 for i in range(400)), *([burst_at_s] * 60)])
     assert kept_up(replay_toy(a_trace(due_s, output=1), ONE, SERVER))
@@ -113,8 +112,7 @@ def even(per_s: float, length_s: float, tokens: int = 100) -> Trace:
     return a_trace((due_s - due_s[0]).tolist(), 60, tokens)
 
 
-@pytest.mark.parametrize("length_s", [4.0, 30.0, 120.0])
-@pytest.mark.parametrize("cap", [16, 128, 1024])
+@pytest.mark.parametrize(("length_s", "cap"), [(4.0, 16), (4.0, 1024), (30.0, 128)])
 def test_no_cap_sustains_what_the_engine_cannot_do_however_short_the_window(
     length_s: float, cap: int
 ) -> None:
@@ -126,7 +124,7 @@ def test_no_cap_sustains_what_the_engine_cannot_do_however_short_the_window(
     assert measure([log]).load_text.endswith(f"overloaded {used:.2g} x")
 
 
-@pytest.mark.parametrize(("cap", "share"), [(16, 0.8), (128, 0.5), (128, 0.9), (1024, 0.9)])
+@pytest.mark.parametrize(("cap", "share"), [(16, 0.8), (128, 0.5), (1024, 0.9)])
 def test_what_the_engine_can_do_is_sustained_in_a_window_that_it_does_not_fill(
     cap: int, share: float
 ) -> None:

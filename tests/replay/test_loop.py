@@ -153,7 +153,7 @@ def recorded(trace: Trace, limits: EngineLimits, source: ToySource) -> Trace:
     return replace(trace, e2e_s=line.last_s - line.due_s)
 
 
-@pytest.mark.parametrize("times_as_slow", [1.0, 1.1, 1.3, 1.6])
+@pytest.mark.parametrize("times_as_slow", [1.0, 1.3])
 def test_a_slower_engine_is_reported_at_so_much_less_and_no_more(times_as_slow: float) -> None:
     costs, limits = ToyCosts(per_prefill_token_s=0.00005), EngineLimits(64, 8192)
     trace = recorded(steady(1200, 10.0, prompt=60, output=100), limits, ToySource(costs))

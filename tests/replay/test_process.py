@@ -102,6 +102,8 @@ def test_a_replay_in_the_child_is_the_replay_here(lasting: EngineProcess) -> Non
 def test_facts_are_reported_before_anything_is_started(log_path: Path) -> None:
     with EngineProcess(ToySource(), log_path) as host:
         assert host.facts({}) == EngineFacts(CURRENT, 4096, True, "0.0", "toy")
+        with pytest.raises(EngineError, match="no engine"):
+            host.load("short", TRACE, 0)
 
 
 def test_progress_is_heard_and_the_caller_may_stop(lasting: EngineProcess) -> None:
@@ -222,14 +224,6 @@ def test_limits_above_the_ceiling_are_an_engine_error(lasting: EngineProcess) ->
     with pytest.raises(EngineError, match="above the start-up values 16/512") as caught:
         lasting.replay("short", EngineLimits(17, 512), ReplayPlan())
     assert str(lasting.log_path) in caught.value.hint
-
-
-def test_a_replay_without_an_engine_is_an_error_and_no_puzzle(log_path: Path) -> None:
-    with (
-        EngineProcess(ToySource(), log_path) as host,
-        pytest.raises(EngineError, match="no engine"),
-    ):
-        host.load("short", TRACE, 0)
 
 
 @dataclass(frozen=True, slots=True)

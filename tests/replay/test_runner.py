@@ -28,13 +28,16 @@ def a_bench(source: ToySource, log: Path) -> tuple[EngineProcess, EngineRunner]:
     return host, bench
 
 
-def test_a_sweep_costs_one_start(tmp_path: Path) -> None:
+def test_a_sweep_costs_one_start_and_limits_above_the_ceiling_another(tmp_path: Path) -> None:
     host, bench = a_bench(ToySource(), tmp_path / "engine.log")
     with host:
         found = [bench.measure(["all"], limits, ReplayPlan(), ()) for limits in SWEEP]
+        assert bench.starts == 1
+        bench.measure(["all"], EngineLimits(64, 4096), ReplayPlan(), ())
     assert all(isinstance(m, Measurement) and m.completed == 40 for m in found)
-    assert bench.starts == 1
     assert not bench.restarts_per_config
+    assert bench.starts == 2
+    assert bench.ceiling == EngineLimits(64, 4096)
 
 
 def test_an_engine_that_hides_its_limits_is_started_at_each_configuration(
@@ -64,15 +67,6 @@ def test_a_cold_start_is_warmed_up_no_further_than_its_limits(tmp_path: Path) ->
             bench.measure(["all"], small, ReplayPlan(), ())
         assert failure is None
         assert (bench.start_s, bench.warm_up_s) == (20.0, 12.0)
-
-
-def test_limits_above_the_ceiling_raise_it_by_a_restart(tmp_path: Path) -> None:
-    host, bench = a_bench(ToySource(), tmp_path / "engine.log")
-    with host:
-        bench.measure(["all"], SWEEP[0], ReplayPlan(), ())
-        bench.measure(["all"], EngineLimits(64, 4096), ReplayPlan(), ())
-    assert bench.starts == 2
-    assert bench.ceiling == EngineLimits(64, 4096)
 
 
 def test_a_death_is_an_outcome_and_the_next_configuration_gets_a_new_engine(
@@ -107,39 +101,36 @@ def test_windows_are_pooled_and_share_one_cut_rule(tmp_path: Path) -> None:
 HIGH, LEAST = EngineLimits(512, 16384), EngineLimits(16, 1024)
 
 
-def started_below(source: ToySource, log: Path) -> tuple[EngineRunner, list[str]]:
+def started_below(
+    source: ToySource, log: Path, high: EngineLimits = HIGH
+) -> tuple[EngineRunner, list[str]]:
     """Start at the highest limits that a source starts at, and return what was said."""
     heard: list[str] = []
     with EngineProcess(source, log) as host:
-        runner = EngineRunner(host, {}, HIGH, seed=0, note=heard.append)
+        runner = EngineRunner(host, {}, high, seed=0, note=heard.append)
         started = runner.start_below(LEAST)
         assert started.info.ceiling == runner.ceiling
     return runner, heard
 
 
-def test_a_ceiling_without_memory_is_lowered_by_budget_first(tmp_path: Path) -> None:
-    runner, heard = started_below(CudaSource(memory_blocks=1300), tmp_path / "log")
-    assert runner.ceiling == EngineLimits(512, 8192)
-    assert runner.starts == 1
-    assert len(heard) == 1
-    assert f"does not start at 512/16384: the engine did not start: {NO_MEMORY}" in heard[0]
-    assert heard[0].endswith("trying 512/8192")
-
-
-def test_a_worker_without_memory_lowers_the_ceiling_as_the_engine_itself_does(
-    tmp_path: Path,
+@pytest.mark.parametrize("has_workers", [False, True])
+def test_a_ceiling_without_memory_is_lowered_by_budget_first(
+    tmp_path: Path, *, has_workers: bool
 ) -> None:
-    """What it is that keeps it from starting stands in its own log."""
-    source = CudaSource(memory_blocks=1300, has_workers=True)
+    """Of a worker, what it is that keeps it from starting stands in its own log."""
+    source = CudaSource(memory_blocks=1300, has_workers=has_workers)
     runner, heard = started_below(source, tmp_path / "log")
-    assert runner.ceiling == EngineLimits(512, 8192)
-    assert f"{NO_WORKER}: {OUT_OF_MEMORY[6:]}" in heard[0]
+    assert (runner.ceiling, runner.starts) == (EngineLimits(512, 8192), 1)
+    (said,) = heard
+    why = f"{NO_WORKER}: {OUT_OF_MEMORY[6:]}" if has_workers else NO_MEMORY
+    assert f"does not start at 512/16384: the engine did not start: {why}" in said
+    assert said.endswith("trying 512/8192")
 
 
 def test_a_ceiling_whose_sequences_do_not_fit_is_lowered_down_to_them(tmp_path: Path) -> None:
     """The sampler's memory goes by the cap: no budget helps."""
     source = CudaSource(memory_blocks=700, token_blocks=1 / 64)
-    runner, _ = started_below(source, tmp_path / "log")
+    runner, _ = started_below(source, tmp_path / "log", EngineLimits(512, 2048))
     assert runner.ceiling == EngineLimits(256, 1024)
 
 
