@@ -128,9 +128,9 @@ def test_with_too_little_data_nothing_is_asked_of_the_shadow() -> None:
     [(LoadModel.OPEN, None, 20.0), (LoadModel.CLOSED, 4, 0.0)],
 )
 def test_a_window_of_new_traffic_begins_as_warm_as_where_it_is_tuned_for(
-    load_model: LoadModel, in_flight: int | None, lead_in_s: float, tmp_path: Path
+    load_model: LoadModel, in_flight: int | None, lead_in_s: float, kept: Path
 ) -> None:
-    baseline, chosen = read_baseline(a_kept_profile(tmp_path)), parse_window("60s:120s")
+    baseline, chosen = read_baseline(kept), parse_window("60s:120s")
     options = RetuneOptions(window=chosen, load_model=load_model, concurrency=in_flight)
     tuning = TuningOptions(TODAY, window=chosen, load_model=load_model, concurrency=in_flight)
     aim = options.aim(baseline, TODAY)
@@ -152,8 +152,10 @@ def run_check(*arguments: str) -> int:
     return code
 
 
-def a_kept_profile(folder: Path) -> Path:
-    """Write a profile and the sketch of the traffic that it was made for."""
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the path of a profile beside the sketch of what it was made for, before.jsonl."""
+    folder = tmp_path_factory.mktemp("kept")
     write_profile(folder / "profile.yaml", a_profile())
     path = a_trace_file(folder / "before.jsonl", 1000, per_s=4.0)
     before = read_traces([str(path)], None, ReadOptions())
@@ -164,12 +166,16 @@ def a_kept_profile(folder: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.engine
 def test_a_profile_with_its_sketch_is_all_that_a_check_needs(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    kept: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    profile = str(a_kept_profile(tmp_path))
-    (tmp_path / "before.jsonl").rename(tmp_path / "today.jsonl")
     command = [
-        *("--baseline", profile, "--trace", str(tmp_path / "today.jsonl"), "--force-profile"),
+        *(
+            "--baseline",
+            str(kept),
+            "--trace",
+            str(kept.with_name("before.jsonl")),
+            "--force-profile",
+        ),
         *("--max-num-seqs", "6,12", "--json"),
     ]
     assert run_check(*command) == 0
@@ -188,10 +194,9 @@ def test_a_profile_with_its_sketch_is_all_that_a_check_needs(
 
 
 def test_a_configuration_is_read_and_compared_also_where_traffic_is_the_same(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, kept: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    profile, trace = a_kept_profile(tmp_path), tmp_path / "before.jsonl"
-    same = ("--baseline", str(profile), "--trace", str(trace))
+    same = ("--baseline", str(kept), "--trace", str(kept.with_name("before.jsonl")))
     with pytest.raises(UsageError, match=r"gone.yaml does not exist"):
         run_check(*same, "--config", str(tmp_path / "gone.yaml"))
     served = tmp_path / "served.yaml"
@@ -213,10 +218,9 @@ def test_a_configuration_is_read_and_compared_also_where_traffic_is_the_same(
 
 
 def test_a_window_is_of_what_is_predicted_and_all_traffic_is_compared(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kept: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    profile, trace = a_kept_profile(tmp_path), tmp_path / "before.jsonl"
-    same = ("--baseline", str(profile), "--trace", str(trace))
+    same = ("--baseline", str(kept), "--trace", str(kept.with_name("before.jsonl")))
     assert run_check(*same, "--window", "0s:5s", "--json") == 0
     assert json.loads(capsys.readouterr().out)["verdict"] == "unchanged"
     window = next(p for p in check_command.params if p.name == "window")
@@ -268,42 +272,38 @@ def test_what_cannot_be_checked_is_reported(
         run_check(*arguments, "--trace", "today.jsonl")
 
 
-def test_the_current_traffic_has_one_source(tmp_path: Path) -> None:
-    profile = str(a_kept_profile(tmp_path))
+def test_the_current_traffic_has_one_source(kept: Path) -> None:
     both = ("--trace", "today.jsonl", "--prometheus", "http://localhost:9")
     for given in ((), both):
         with pytest.raises(UsageError, match="either --trace or --prometheus"):
-            run_check("--baseline", profile, *given)
+            run_check("--baseline", str(kept), *given)
 
 
 @pytest.mark.parametrize(
     "words", [("--since", "6h"), ("--label", "job=vllm"), ("--no-verify",)]
 )
 def test_no_recording_is_cut_by_what_prometheus_is_asked(
-    words: tuple[str, ...], tmp_path: Path
+    words: tuple[str, ...], kept: Path
 ) -> None:
-    profile = str(a_kept_profile(tmp_path))
     with pytest.raises(UsageError, match=f"{words[0]} is for --prometheus, which is not"):
-        run_check("--baseline", profile, "--trace", "today.jsonl", *words)
+        run_check("--baseline", str(kept), "--trace", "today.jsonl", *words)
 
 
 def test_without_a_prometheus_there_is_no_verdict(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kept: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    profile = str(a_kept_profile(tmp_path))
     with pytest.raises(UsageError, match="Prometheus"):
-        run_check("--baseline", profile, "--prometheus", "http://127.0.0.1:9")
+        run_check("--baseline", str(kept), "--prometheus", "http://127.0.0.1:9")
     assert capsys.readouterr().out == ""
 
 
 def test_of_a_server_that_prometheus_saw_in_part_there_is_no_verdict(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, kept: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     need_prometheus()
-    profile = str(a_kept_profile(tmp_path))
     with with_history(tmp_path, SHAKEN) as url:
         asked = ("--prometheus", url, "--since", "490m", "--step", "30s", "--json")
-        assert run_check("--baseline", profile, *asked) == 0
+        assert run_check("--baseline", str(kept), *asked) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["verdict"] == "too little data"
     assert "there is no data for" in shown["why"]

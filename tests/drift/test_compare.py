@@ -56,27 +56,27 @@ def test_hours_of_sessions_are_no_more_often_called_shifted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("plant", "expected", "effect"),
+    ("plant", "expected"),
     [
-        (lambda trace: at_load(trace, 2.0), "arrival_rate", 1.0),
-        (longer_outputs, "output_tokens_mean", 1.0),
-        (longer_outputs, "output_tokens_p95", 1.0),
-        (lambda trace: longer_outputs(at_load(trace, 1.5)), "in_flight_mean", 2.0),
-        (in_bursts, "burstiness_1s", None),
-        (without_reuse, "prefix_reuse_within_64s", None),
+        (lambda trace: at_load(trace, 2.0), {"arrival_rate": 1.0}),
+        (longer_outputs, {"output_tokens_mean": 1.0, "output_tokens_p95": 1.0}),
+        (lambda trace: longer_outputs(at_load(trace, 1.5)), {"in_flight_mean": 2.0}),
+        (in_bursts, {"burstiness_1s": None}),
+        (without_reuse, {"prefix_reuse_within_64s": None}),
     ],
 )
 def test_a_planted_shift_is_found_by_its_name_and_size(
-    plant: Callable[[Trace], Trace], expected: str, effect: float | None
+    plant: Callable[[Trace], Trace], expected: dict[str, float | None]
 ) -> None:
-    for seed in range(5):
+    for seed in range(3):
         before, after = (busy_traffic(s, shares=True) for s in (seed, 100 + seed))
-        found = drift_between(sketch_of(before), sketch_of(plant(after)))
-        shift = next(s for s in found.relevant if s.name == expected)
-        assert shift.effect.low is not None
-        assert shift.effect.high is not None
-        if effect is not None:
-            assert shift.effect.low < effect < shift.effect.high
+        relevant = drift_between(sketch_of(before), sketch_of(plant(after))).relevant
+        effects = {shift.name: shift.effect for shift in relevant}
+        for name, true in expected.items():
+            found = effects[name]
+            assert found.low is not None
+            assert found.high is not None
+            assert true is None or found.low < true < found.high
 
 
 def test_with_much_data_what_is_beyond_chance_need_not_be_felt() -> None:
@@ -92,7 +92,7 @@ def test_with_much_data_what_is_beyond_chance_need_not_be_felt() -> None:
     assert found.relevant == ()
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(st.integers(0, 10_000), st.integers(0, 10_000))
 def test_swapping_the_two_turns_every_shift_around(one: int, two: int) -> None:
     a, b = sketch_of(busy_traffic(one, 5)), sketch_of(busy_traffic(two, 5))
