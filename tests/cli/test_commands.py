@@ -251,11 +251,6 @@ def test_help_ends_with_exit_codes_and_examples_that_the_command_takes(
         name, *typed = shlex.split(example)
         assert [name, *typed[: len(words)]] == ["tune", *words]
         parse(tune, typed)
-
-
-@EVERY_COMMAND
-def test_help_is_the_same_by_both_names(capsys: Output, words: tuple[str, ...]) -> None:
-    text = help_of(words, capsys)
     assert run([*words, "-h"]) == 0
     assert capsys.readouterr().out == text
 
@@ -267,14 +262,6 @@ def test_help_says_what_a_newcomer_would_say(capsys: Output, words: tuple[str, .
     assert re.findall(odd, text) == []
     for load in re.findall(r" --load X (.*?)\.", text):
         assert load == "Multiple of the recorded arrivals, over the same time"
-
-
-def test_the_five_options_that_matter_come_first(capsys: Output) -> None:
-    headings = re.findall(r"^(\S.*):$", help_of([], capsys), re.MULTILINE)
-    assert headings[0] == "Main options"
-    names = [option.opts[-1] for option in options_of(tune)[:5]]
-    assert names == ["--trace", "--config", "--slo", "--budget", "--output"]
-    assert headings.index("Engine") < headings.index("Search") < headings.index("Goals")
 
 
 @pytest.mark.parametrize("command", [[], ["trace"], ["profile"]])
@@ -312,13 +299,6 @@ def options_of(command: click.Command) -> list[click.Option]:
 
 
 def test_every_option_and_every_command_is_explained() -> None:
-    names = {command.name for command in tune.commands.values()}
-    proofs = {"trace", "emit", "report", "verify", "compare", "calibrate", "check", "watch"}
-    assert (
-        names
-        == {"replay", "plan", "explore", "explain", "gate", "worker", "doctor", "profile"}
-        | proofs
-    )
     for command in COMMANDS.values():
         assert command.help
         unexplained = [option.opts[-1] for option in options_of(command) if not option.help]
@@ -372,7 +352,7 @@ main()
 """
 
 
-@pytest.mark.parametrize("module", ["click", "cloup", "tuner.errors", "tuner.cli.values"])
+@pytest.mark.parametrize("module", ["click", "tuner.cli.values"])
 def test_ctrl_c_while_modules_are_imported_shows_no_traceback(
     module: str, folder: Path
 ) -> None:
