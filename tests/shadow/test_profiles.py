@@ -30,7 +30,7 @@ from tuner.shadow.profiles import (
 from tuner.shadow.speed import DERIVED_SETTING, SETTING
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(profiles)
 def test_what_is_read_is_what_was_written(profile: Profile) -> None:
     with TemporaryDirectory() as folder:
@@ -136,7 +136,7 @@ def starting(*starts: tuple[int, int, int]) -> Profile:
     )
 
 
-@settings(deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(profiles, limits)
 def test_a_measured_start_answers_with_its_own_blocks(
     profile: Profile, wanted: EngineLimits

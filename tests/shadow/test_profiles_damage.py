@@ -113,7 +113,7 @@ def test_a_missing_file_and_a_folder_are_told(tmp_path: Path) -> None:
     assert "is a folder, and no profile" in refusal(tmp_path)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_a_file_cut_or_changed_anywhere_is_read_or_refused_but_never_crashes(
     data: st.DataObject,
