@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.replay_parts import plans, traces
 from support.toy import ToyCosts, ToyEngine, ToySource
 from support.traffic import ToyPrompts, a_trace, kept, replay_toy, steady
 from tuner.engine.limits import EngineLimits
@@ -33,6 +32,28 @@ from tuner.traffic.windows import Window
 
 LIMITS = EngineLimits(8, 256)
 SLOW = ToySource(ToyCosts(base_s=0.1, per_seq_s=0.0, per_prefill_token_s=0.0))
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> Trace:
+    n = draw(st.integers(1, 25))
+    column = st.lists(st.integers(1, 60), min_size=n, max_size=n)
+    due_s = sorted(draw(st.lists(st.floats(0, 3), min_size=n, max_size=n)))
+    e2e_s = draw(st.lists(st.floats(0.1, 2), min_size=n, max_size=n))
+    return a_trace(due_s, draw(column), draw(column), e2e_s)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> ReplayPlan:
+    model = draw(st.sampled_from(LoadModel))
+    concurrency = draw(st.none() | st.integers(1, 9)) if model is LoadModel.CLOSED else None
+    cut = CutRule(
+        late_s=draw(st.none() | st.floats(0.01, 3)),
+        allowed_late=draw(st.integers(0, 5)),
+        max_clock_s=draw(st.none() | st.floats(0.01, 5)),
+    )
+    timeout_s = draw(st.none() | st.floats(0.01, 3))
+    return ReplayPlan(load_model=model, concurrency=concurrency, timeout_s=timeout_s, cut=cut)
 
 
 def closed(n: int | None) -> ReplayPlan:

@@ -220,10 +220,12 @@ def test_an_error_keeps_its_class_and_hint_on_the_way(lasting: EngineProcess) ->
     assert lasting.replay("short", LIMITS, ReplayPlan()).cut_reason is None
 
 
-def test_limits_above_the_ceiling_are_an_engine_error(lasting: EngineProcess) -> None:
+def test_limits_above_the_ceiling_are_an_engine_error(
+    host: EngineProcess, log_path: Path
+) -> None:
     with pytest.raises(EngineError, match="above the start-up values 16/512") as caught:
-        lasting.replay("short", EngineLimits(17, 512), ReplayPlan())
-    assert str(lasting.log_path) in caught.value.hint
+        host.replay("short", EngineLimits(17, 512), ReplayPlan())
+    assert str(log_path) in caught.value.hint
 
 
 @dataclass(frozen=True, slots=True)
