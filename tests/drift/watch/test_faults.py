@@ -33,7 +33,6 @@ from tuner.drift.watch.publish import Publisher, Text
 from tuner.drift.watch.state import RolloutRecord, StateDir, WatchState
 from tuner.emit.names import Format
 from tuner.emit.sources import read_emitted
-from tuner.errors import UsageError
 from tuner.files import ExpectedText
 
 RESTLESS = """
@@ -322,15 +321,6 @@ def test_kept_traffic_that_is_damaged_is_reported_and_the_profiles_own_taken(
         assert world.rounds(UNCHANGED) == [Act.NONE]
         assert world.script.tuned_for[-1] is None
         assert "comparing with the profile's own traffic" in world.words
-
-
-def test_one_state_is_for_one_watch(tmp_path: Path) -> None:
-    with (
-        a_world(tmp_path),
-        pytest.raises(UsageError, match="another watch is using"),
-        StateDir(tmp_path / "state"),
-    ):
-        pass
 
 
 def test_a_prometheus_that_comes_back_is_asked_again_and_one_that_does_not_is_reported(

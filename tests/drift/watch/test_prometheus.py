@@ -19,7 +19,6 @@ from tuner.cli.watch import WatchOptions, run_watch
 from tuner.cli.watch_command import watch
 from tuner.emit.sources import read_emitted
 from tuner.engine.limits import EngineLimits
-from tuner.errors import UsageError
 from tuner.replay.plan import ReplayPlan
 from tuner.shadow.predictor import Predictor
 from tuner.stats import Floats
@@ -288,15 +287,6 @@ def test_a_change_rests_on_what_came_after_the_verdict_alone(
     # The evidence is that of the later traffic: five minutes of it, as no check looks further.
     count = int(changed.comments[0].split(" on ")[1].split()[0].replace(",", ""))
     assert count == pytest.approx(8 * 5 * MINUTE_S, rel=0.1)
-
-
-def test_a_prometheus_that_is_down_changes_nothing(home: Path) -> None:
-    before, clock = (home / "best.yaml").read_text(), JumpingClock()
-    with pytest.raises(UsageError, match="cannot be reached"):
-        once(home, "http://127.0.0.1:9", clock)
-    assert clock.waits_s == [2.0, 8.0, 30.0]
-    assert (home / "best.yaml").read_text() == before
-    assert '"errors": 1' in (home / "state" / "state.json").read_text()
 
 
 @pytest.mark.engine
