@@ -327,7 +327,7 @@ def doctor() -> int:
 def tune(ctx: click.Context, /, **_: Any) -> int | None:
     """Find the best max_num_seqs and max_num_batched_tokens for your own traffic.
 
-    Replays a recorded trace against vLLM in this machine's own process, sweeps both limits on
+    Replays a recorded trace against vLLM in a process of its own, sweeps both limits on
     one engine, and writes what `vllm serve --config` takes.
     """
     if ctx.invoked_subcommand is not None:
