@@ -208,7 +208,6 @@ def test_cold_engines_that_showed_nothing_to_compare_confirm_nothing() -> None:
         cold = ColdConfirmation(
             metric="e2e_p95",
             winner=scores[0],
-            current_metric="e2e_p95",
             current=scores[1],
             ratio=ratio,
         )
@@ -223,9 +222,7 @@ def test_the_gain_of_the_race_and_of_cold_engines_stand_beside_each_other() -> N
     cold = [
         Trial.of(9, limits, Phase.COLD, 0, own, MEASURED, "") for limits in (WINNER, CURRENT)
     ]
-    shown = ColdConfirmation(
-        metric="e2e_p99", winner=1.1, current_metric="e2e_p99", current=2.0, ratio=0.55
-    )
+    shown = ColdConfirmation(metric="e2e_p99", winner=1.1, current=2.0, ratio=0.55)
     trials = (*result.trials, *cold)
     told = _told(replace(result, trials=trials, confirmed_cold=shown))
     kept = replace(CHANGE, verdict=RaceVerdict.KEEP, winner=CURRENT)

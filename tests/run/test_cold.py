@@ -253,6 +253,10 @@ def test_a_stretch_may_break_an_slo_cold_where_that_was_predicted(
         answer, cold = confirm_cold(run.runner, plan, decision)
     assert cold is not None
     assert (cold.winner.tier, cold.current.tier) == (Tier.BREAKS_SLO, Tier.GOOD)
+    # Both are told by what is optimised, whatever bound one of them breaks.
+    kept = cold.record
+    assert kept.metric == cold.current.metric
+    assert not_none(kept.winner) / not_none(kept.current) == pytest.approx(kept.ratio)
     assert answer.verdict is (RaceVerdict.CHANGE if is_predicted else RaceVerdict.KEEP)
 
 

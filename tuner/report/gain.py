@@ -171,8 +171,7 @@ def _cold(run: RunFiles) -> list[str]:
     if cold is None:
         return []
     tried = [t for t in run.result.trials if t.phase is Phase.COLD and t.measurement]
-    # What is optimised, whatever bound one of them breaks: the other is not judged by that.
-    metric = next((t.score.own_metric for t in tried), cold.metric)
+    metric = cold.metric
     ours, theirs = (
         Point(
             limits,

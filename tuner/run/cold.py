@@ -93,11 +93,14 @@ class Cold:
     @property
     def record(self) -> ColdConfirmation:
         """The comparison for result.json."""
+        each = [score.value_in(Tier.GOOD) for score in (self.winner, self.current)]
+        winner, current = (value if math.isfinite(value) else None for value in each)
+        # A failed one has nothing that is optimised.
+        metrics = (s.own_metric for s in (self.winner, self.current) if s.tier < Tier.FAILED)
         return ColdConfirmation(
-            metric=self.winner.metric,
-            winner=self.winner.value,
-            current_metric=self.current.metric,
-            current=self.current.value,
+            metric=next(metrics, self.winner.metric),
+            winner=winner,
+            current=current,
             ratio=self.ratio,
             p_better=self.p_better,
             starts=self.starts,

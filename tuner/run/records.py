@@ -119,11 +119,14 @@ class CurrentConfiguration(LimitsRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColdConfirmation:
-    """Scores on engines that were started as they would be deployed; less is better."""
+    """What engines showed that were started as they would be deployed; less is better.
+
+    `metric` is what is optimised, whatever bound one of them breaks; None stands for a value
+    without end.
+    """
 
     metric: str
     winner: float | None
-    current_metric: str
     current: float | None
     ratio: float | None
     p_better: float | None = None

@@ -175,9 +175,7 @@ class RunResult:
         cold = self.confirmed_cold
         if cold is None or cold.ratio is None:
             return ""
-        mine = (t for t in self.trials if t.phase is Phase.COLD and t.measurement)
-        metric = next((t.score.own_metric for t in mine), cold.metric)
-        there = f"{moved(metric, cold.ratio - 1):+.1%} there"
+        metric, there = cold.metric, f"{moved(cold.metric, cold.ratio - 1):+.1%} there"
         rows = metric_changes(self.trials, self.shown, self.current, self.tail)
         raced = [row.moved_ratio for row in rows if row.rounds and row.metric == metric]
         in_race = f"{raced[0]:+.1%} in the race, " if raced else ""
