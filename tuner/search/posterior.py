@@ -428,28 +428,24 @@ class Draws:
     def _bears(self, confidence: float) -> Bools:
         """Return who may be recommended for the load.
 
-        Who surely does not sustain it may not be where another likely does that is likely
+        Who surely does not sustain it may not be where another surely does that is likely
         nearer to its bounds, whichever of both those are: a queue that grows twice as fast as
         it is served is no price for an SLO that is just missed.
 
         Shapes: [settings].
         """
-        used, sustains = self.here[:, :, [SLO, LOAD]].max(axis=2), self._sustains
-        likely = sustains >= LIKELY
-        if not likely.any():
-            return np.ones(len(self.settings), dtype=np.bool_)
-        nearest = used[:, likely].min(axis=1, keepdims=True)
+        used = self.here[:, :, [SLO, LOAD]].max(axis=2)
+        sustains = (self.here[:, :, LOAD] <= 1.0).mean(axis=0)
         # Who may keep the SLOs is asked for with less; that is no surer of the load.
-        may = sustains > min(confidence, 1 - confidence)
-        # Asked for no more than an even chance one likely does and surely does not.
-        bears: Bools = likely | may | ((used > nearest).mean(axis=0) <= LIKELY)
+        surely = max(confidence, 1 - confidence)
+        sure = sustains >= surely
+        if not sure.any():
+            return np.ones(len(self.settings), dtype=np.bool_)
+        nearest = used[:, sure].min(axis=1, keepdims=True)
+        may = (sustains > 1 - surely) | ((used > nearest).mean(axis=0) <= LIKELY)
+        # Asked for no more than an even chance one surely does and surely does not.
+        bears: Bools = sure | may
         return bears
-
-    @property
-    def _sustains(self) -> Floats:
-        """In which share of the draws each sustains the load. Shapes: [settings]."""
-        found: Floats = (self.here[:, :, LOAD] <= 1.0).mean(axis=0)
-        return found
 
     def _least(self, loss: Floats, field: Bools, now: int) -> tuple[int, list[int]]:
         """Return who loses least, and who loses no more that would matter.
