@@ -263,7 +263,7 @@ def test_no_slo_that_is_just_missed_is_worth_a_queue_that_grows_for_good(
 
 
 def test_whose_queue_grows_for_good_is_nobody_who_could_yet_be_the_best() -> None:
-    """Among fewer it would be back: without the one that bears the load nothing speaks of it."""
+    """Among fewer it would be back: nothing speaks against it without who bears the load."""
     small, wide = score(30.0, slo=0.8, load=2.5), score(5.0, slo=1.5, load=0.8)
     found = draws(score(5.1, slo=1.6, load=0.98), small, wide, error=0.01, common=0.1)
     assert found.contenders(CURRENT, share=0.0) == [THIRD, CURRENT]
