@@ -422,13 +422,15 @@ def _moods(seen: _Cells, sds: Floats, weight: Floats | None) -> tuple[Floats, Fl
 def _weights_of_segments(seen: _Cells, found: _Posterior) -> Floats:
     """Return by how much each segment's mood is believed: less where it is far off.
 
+    That is, of what is thought of their spread, and of what the middle half of them shows.
+
     Shapes: [segments].
     """
     off, spread = seen.off - seen.design @ found.mean, sum(found.sds[i] ** 2 for i in (1, 2, 4))
     middles = np.array([np.median(off[seen.segment == i]) for i in range(len(seen.at_s))])
     is_near = np.abs(np.subtract.outer(seen.at_s, seen.at_s)) <= SPAN_S / 2
     usual = np.array([np.median(middles[near]) for near in is_near])
-    q: Floats = np.square(middles - usual) / spread
+    q: Floats = np.square(middles - usual) / max(spread, _robust_variance(middles - usual))
     return np.minimum(1.0, (_FREEDOM + 1.0) / (_FREEDOM + q))
 
 
