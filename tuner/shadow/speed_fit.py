@@ -269,14 +269,13 @@ class _Cells:
             shape,
         )
 
-    def part(self, cells: int, weight: Floats | None) -> tuple[_Cells, Floats | None]:
+    def part(self, cells: int, weight: Floats) -> tuple[_Cells, Floats]:
         """Return the cells of every second segment, or third, and so on: about so many.
 
         Beside them stand the weights of their segments.
         """
         kept = self.segment % -(-len(self.off) // cells) == 0
         segment, at_s = _numbered(self.segment[kept], self.at_s[self.segment[kept]])
-        weight = weight if weight is None else weight[np.unique(self.segment[kept])]
         part = _Cells(
             self.design[kept],
             self.off[kept],
@@ -286,7 +285,7 @@ class _Cells:
             at_s,
             self.shape,
         )
-        return part, weight
+        return part, weight[np.unique(self.segment[kept])]
 
 
 def _numbered(segment: NDArray[np.int64], at_s: Floats) -> tuple[NDArray[np.int64], Floats]:
@@ -434,7 +433,7 @@ def _weights_of_segments(seen: _Cells, found: _Posterior) -> Floats:
     return np.minimum(1.0, (_FREEDOM + 1.0) / (_FREEDOM + q))
 
 
-def _settled(seen: _Cells, weight: Floats | None = None) -> Floats:
+def _settled(seen: _Cells, weight: Floats) -> Floats:
     """Return the logarithms of the standard deviations that are most probable.
 
     `weight` is by how much each segment's mood is believed.
