@@ -509,7 +509,8 @@ def _check_value(place: str, key: str, value: object) -> None:
 def _check_spelling(place: str, key: str) -> None:
     """Refuse a slip of a key, or one cut short: without vLLM nobody else reads it."""
     name = key.removeprefix("no-").partition(".")[0]
-    if name in _READ:
+    # What goes on behind a key is another one, which a newer vLLM may have.
+    if name in _READ or any(name.startswith(f"{whole}-") for whole in _READ):
         return
     near = [whole for whole in sorted(_READ) if whole.startswith(name)]
     if len(near) != 1:
