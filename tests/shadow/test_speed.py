@@ -184,14 +184,23 @@ def test_a_machine_without_moods_or_misfit_is_learnt_as_it_is() -> None:
     np.testing.assert_allclose(speed.model.predict_s(steps), steps.duration_s, rtol=0.01)
 
 
-def test_a_stall_does_not_look_like_a_slow_batch() -> None:
+def test_a_stall_takes_its_time_and_does_not_look_like_a_slow_batch() -> None:
     parts = batches((8, 512), 400, np.random.default_rng(1))
-    took_s = LINEAR.predict_s(a_replay(parts, np.ones(400)))
-    took_s[::40] *= 3.0
-    speed = learn(LINEAR, [a_replay(parts, took_s)])
-    took_s[::40] /= 3.0
-    found_s = speed.model.predict_s(a_replay(parts, took_s))
-    assert found_s.sum() / took_s.sum() == pytest.approx(1.0, abs=0.01)
+    usual_s = LINEAR.predict_s(a_replay(parts, np.ones(400)))
+    is_large = usual_s > np.quantile(usual_s, 0.9)
+    took_s = np.where(is_large & (np.arange(400) % 4 == 0), 3.0 * usual_s, usual_s)
+    found_s = learn(LINEAR, [a_replay(parts, took_s)]).model.predict_s(a_replay(parts, took_s))
+    assert found_s.sum() == pytest.approx(took_s.sum(), rel=0.01)
+    times = found_s / usual_s
+    assert times[is_large].mean() == pytest.approx(times[~is_large].mean(), rel=0.02)
+
+
+def test_what_takes_forever_once_says_nothing_of_speed() -> None:
+    parts = batches((8, 512), 400, np.random.default_rng(1))
+    usual_s = LINEAR.predict_s(a_replay(parts, np.ones(400)))
+    took_s = np.where(np.arange(400) == 200, 100.0, usual_s)
+    found_s = learn(LINEAR, [a_replay(parts, took_s)]).model.predict_s(a_replay(parts, took_s))
+    assert found_s.sum() == pytest.approx(usual_s.sum(), rel=0.02)
 
 
 def test_what_leaves_nothing_open_draws_itself_but_for_the_start() -> None:

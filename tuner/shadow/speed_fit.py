@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from tuner.engine.shape import Graphs
 from tuner.engine.steps import StepColumns, joined
-from tuner.shadow.fit import MAX_STALL_RATIO, MIN_STALL_RATIO, undistorted
+from tuner.shadow.fit import MAX_STALL_RATIO, undistorted
 from tuner.shadow.speed import (
     START,
     MoodSpreads,
@@ -158,18 +158,20 @@ def _launches_off(
 
 
 def _level(model: StepModel, replays: Sequence[StepColumns], graphs: Sequence[Graphs]) -> float:
-    """Return how many times as long as the model says all steps took that were not stretched.
+    """Return how many times as long as the model says all steps took.
 
-    How batches differ is learnt of each kind alike, however seldom it is; how long a replay
-    takes is a matter of all their time.
+    How batches differ is learnt of each kind alike, however seldom it is, and of steps that
+    were not stretched; how long a replay takes is a matter of all their time, stalls and bursts
+    of other work included. A step counts no more than MAX_STALL_RATIO times what it should have
+    taken: what is longer is no matter of speed.
     """
     took_s = predicted_s = 0.0
     for columns, ran_with in zip(replays, graphs, strict=True):
-        each_s = replace(model, graphs=ran_with).predict_s(columns) * columns.repeats
         has_batch = columns.decode_seqs + columns.prefill_tokens > 0
-        kept = has_batch & (columns.duration_s < MIN_STALL_RATIO * each_s)
-        took_s += float(columns.duration_s[kept].sum())
-        predicted_s += float(each_s[kept].sum())
+        each_s = replace(model, graphs=ran_with).predict_s(columns) * columns.repeats
+        most_s = np.minimum(columns.duration_s, MAX_STALL_RATIO * each_s)
+        took_s += float(most_s[has_batch].sum())
+        predicted_s += float(each_s[has_batch].sum())
     return took_s / predicted_s if took_s > 0 else 1.0
 
 
