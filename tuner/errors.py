@@ -134,7 +134,7 @@ class Caveat(StrEnum):
     REQUESTS_RAN_OUT = "requests_ran_out"
     ANSWERS_CUT = "answers_cut"
     EXPERTS_ON_RANDOM_TEXT = "experts_on_random_text"
-    STEPS_SET_ASIDE = "steps_set_aside"
+    STEPS_STRETCHED = "steps_stretched"
     DRAFTS_ON_RANDOM_TEXT = "drafts_on_random_text"
     ACCEPTANCE_GIVEN = "acceptance_given"
     SHORT_ANSWERS = "short_answers"
@@ -195,8 +195,9 @@ _CAVEAT_TEXTS: dict[Caveat, str] = {
         "idle time was skipped, so that the GPU ran at the clocks of full load: traffic that "
         "leaves it idle now and then may see other step times"
     ),
-    Caveat.STEPS_SET_ASIDE: (
-        "the machine stretched many steps: measured replays take longer than predicted ones"
+    Caveat.STEPS_STRETCHED: (
+        "the machine stretched many steps: predictions spread that over all of them, so that "
+        "measured tails may be longer"
     ),
     Caveat.DEMO_MODEL: "the bundled demo model with random weights was measured, not yours",
     Caveat.NOT_CONFIRMED_COLD: "not confirmed on an engine started with these values",

@@ -35,7 +35,7 @@ def toy_predictor(profile: Profile) -> Predictor:
 
 
 @pytest.mark.parametrize(("stretched", "is_told"), [(0.0, False), (0.05, True)])
-def test_much_time_that_the_profile_leaves_out_is_told(
+def test_much_time_that_stretched_steps_take_is_told(
     tmp_path: Path, stretched: float, *, is_told: bool
 ) -> None:
     steps = kept(replay_toy(TRACE, LIMITS, ToySource(), ReplayPlan(keep_steps=True)))
@@ -48,10 +48,10 @@ def test_much_time_that_the_profile_leaves_out_is_told(
         learning = Learning(run.runner, {}, toy_predictor)
         learning.calibrator = Calibrator(calibration.and_steps(LIMITS, [steps]))
         learning.fitted()
-        assert (Caveat.STEPS_SET_ASIDE in run.context.caveats) == is_told
+        assert (Caveat.STEPS_STRETCHED in run.context.caveats) == is_told
         heard = run.context.listener
         assert isinstance(heard, Heard)
-        assert any("longer than it says" in note for note in heard.notes) == is_told
+        assert any("the machine stretched steps" in note for note in heard.notes) == is_told
         assert read_profile(run.context.run_dir.path / PROFILE_FILE).fit.steps > 0
 
 

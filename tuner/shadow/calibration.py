@@ -16,7 +16,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import EngineShape, Graphs
 from tuner.engine.steps import StepColumns, joined
 from tuner.errors import Caveat, ShadowError, TooFewSamplesError
-from tuner.shadow.fit import Fit, fit, host_of, model_of, undistorted
+from tuner.shadow.fit import Fit, fit, host_of, model_of, times_as_long, undistorted
 from tuner.shadow.launches import PASSES, on_device
 from tuner.shadow.profiles import KvStart, Profile
 from tuner.shadow.speed import Speed
@@ -144,14 +144,30 @@ class Calibration:
         times = self.times_of(profile)
         return profile.with_steps(lambda model: model.scaled(times))
 
-    def times_of(self, profile: Profile, *, with_stretched: bool = False) -> float:
+    def times_of(self, profile: Profile) -> float:
         """Return how many times as long the steps took as the profile says of them.
 
-        Those that the machine stretched are left out, as where a model is learnt of them,
-        unless they are asked for. What a turn took that launched an asynchronous engine's first
-        batch counts with that.
+        What a turn took that launched an asynchronous engine's first batch counts with that.
 
         Raises: TooFewSamplesError with no step.
+        """
+        took_s, predicted_s, _ = self._beside(profile)
+        return times_as_long(took_s, predicted_s)
+
+    def stretched_ratio(self, profile: Profile) -> float:
+        """Return what share those steps added to the time that the machine stretched.
+
+        Raises: TooFewSamplesError with no step.
+        """
+        took_s, predicted_s, alone = self._beside(profile)
+        kept = undistorted(took_s, predicted_s, alone > 0)
+        usual = float(took_s[kept].sum() / predicted_s[kept].sum())
+        return float(took_s.sum() / predicted_s.sum()) / usual - 1.0
+
+    def _beside(self, profile: Profile) -> Floats:
+        """Return what each step took, what was predicted, and whether it only decodes.
+
+        Shapes: [3, steps]. Raises: TooFewSamplesError with no step.
         """
         if not self.steps:
             raise TooFewSamplesError("no steps were seen to correct the profile by")
@@ -160,11 +176,8 @@ class Calibration:
             model = replace(profile.step_model, graphs=self.graphs_of(limits))
             table = [seen.duration_s, model.predict_s(seen), seen.prefill_tokens == 0]
             tables.append(np.column_stack(table)[seen.has_batch])
-        took_s, predicted_s, alone = np.concatenate(tables).T
-        if not with_stretched:
-            kept = undistorted(took_s, predicted_s, alone > 0)
-            took_s, predicted_s = took_s[kept], predicted_s[kept]
-        return float(took_s.sum() / predicted_s.sum())
+        found: Floats = np.concatenate(tables).T
+        return found
 
 
 def _by_limits(steps: _Steps) -> dict[EngineLimits, StepColumns]:

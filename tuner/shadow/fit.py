@@ -238,6 +238,15 @@ def undistorted(
     return kept
 
 
+def times_as_long(took_s: Floats, predicted_s: Floats) -> float:
+    """Return how many times as long steps took in all as was predicted, stalls included.
+
+    A step counts no more than MAX_STALL_RATIO times what it should have taken: what is longer
+    is no matter of speed. Shapes: [steps] each.
+    """
+    return float(np.minimum(took_s, MAX_STALL_RATIO * predicted_s).sum() / predicted_s.sum())
+
+
 def _learn(rows: _Rows, graphs: Graphs) -> StepModel:
     """Return the model with the knots that pay, scaled to the rows' undistorted sum."""
     every = np.random.default_rng(_SEED).permutation(len(rows.steps))

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from tuner.engine.shape import Graphs
 from tuner.engine.steps import StepColumns, joined
-from tuner.shadow.fit import MAX_STALL_RATIO, undistorted
+from tuner.shadow.fit import MAX_STALL_RATIO, times_as_long, undistorted
 from tuner.shadow.speed import (
     START,
     MoodSpreads,
@@ -161,18 +161,15 @@ def _level(model: StepModel, replays: Sequence[StepColumns], graphs: Sequence[Gr
     """Return how many times as long as the model says all steps took.
 
     How batches differ is learnt of each kind alike, however seldom it is, and of steps that
-    were not stretched; how long a replay takes is a matter of all their time, stalls and bursts
-    of other work included. A step counts no more than MAX_STALL_RATIO times what it should have
-    taken: what is longer is no matter of speed.
+    were not stretched; how long a replay takes is a matter of all their time, with stalls and
+    bursts of other work.
     """
-    took_s = predicted_s = 0.0
+    took_s, predicted_s = [], []
     for columns, ran_with in zip(replays, graphs, strict=True):
-        has_batch = columns.decode_seqs + columns.prefill_tokens > 0
         each_s = replace(model, graphs=ran_with).predict_s(columns) * columns.repeats
-        most_s = np.minimum(columns.duration_s, MAX_STALL_RATIO * each_s)
-        took_s += float(most_s[has_batch].sum())
-        predicted_s += float(each_s[has_batch].sum())
-    return took_s / predicted_s if took_s > 0 else 1.0
+        took_s.append(columns.duration_s[columns.has_batch])
+        predicted_s.append(each_s[columns.has_batch])
+    return times_as_long(np.concatenate(took_s), np.concatenate(predicted_s))
 
 
 # What was measured, in cells of like batches.

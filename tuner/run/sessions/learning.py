@@ -26,9 +26,9 @@ from tuner.shadow.profiles import Agreement, Profile, read_profile, write_profil
 from tuner.shadow.reference import replay_reference
 from tuner.traffic.windows import busiest
 
-# Steps set aside as stretched that are more than this share of the time are told: ours, as much
-# as what two live replays of one setting differ by on a quiet machine and more.
-SET_ASIDE = 0.05
+# Stretched steps that make all of them longer by more than this are told: ours, as much as what
+# two live replays of one setting differ by on a quiet machine and more.
+STRETCHED = 0.05
 # How much traffic the simulator is compared with vLLM's scheduler on, in seconds: ours, more
 # than can be asked about in the time.
 COMPARED_S = 600.0
@@ -121,14 +121,13 @@ class Learning:
         self.context.listener.note(
             f"step model from {profile.fit.steps} steps, wrong by {wrong:.1%}"
         )
-        left_out = 0.0
+        stretched = 0.0
         if given is None:
-            left_out = calibrator.calibration.times_of(profile, with_stretched=True) - 1
-        if left_out > SET_ASIDE:
-            self.context.caveats.add(Caveat.STEPS_SET_ASIDE)
+            stretched = calibrator.calibration.stretched_ratio(profile)
+        if stretched > STRETCHED:
+            self.context.caveats.add(Caveat.STEPS_STRETCHED)
             self.context.listener.note(
-                f"all steps took {left_out:.0%} longer than it says: it leaves out those that "
-                "the machine stretched"
+                f"the machine stretched steps, which made all of them {stretched:.0%} longer"
             )
         return profile
 

@@ -56,7 +56,7 @@ STRETCH_NOT_SUSTAINED = (
     "traffic it does, predicted"
 )
 # What says that a machine is too restless for short replays to say much.
-_NOISY = frozenset({Caveat.NOISY_MACHINE, Caveat.STEPS_SET_ASIDE})
+_NOISY = frozenset({Caveat.NOISY_MACHINE, Caveat.STEPS_STRETCHED})
 
 
 @dataclass(slots=True)
