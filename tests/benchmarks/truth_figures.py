@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import combinations, permutations
 from statistics import mean, median, stdev
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import kendalltau
 
 from tuner.engine.limits import EngineLimits
 from tuner.engine.serve_config import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, changed
@@ -35,6 +34,8 @@ METRICS = (
 )
 # TTFT below this is a step or two, of which no scheduler model says when they begin.
 TTFT_FLOOR_S = 0.05
+# Settings nearer to each other than this are as good as each other.
+APART_RATIO = 0.03
 
 
 def limits_of(text: str) -> EngineLimits:
@@ -103,10 +104,13 @@ def _own_errors(result: dict[str, Any], name: str, metric: str) -> list[float]:
 class Ranking:
     """How one source orders the settings, judged by live runs that it did not see.
 
-    `tau` is Kendall's, `regret` the chosen setting over the best one, minus 1.
+    `tau` is Kendall's over pairs of settings more than APART_RATIO apart, NaN where there are
+    none; `tau_of_all` over all pairs. `regret` is the chosen setting over the best one,
+    minus 1.
     """
 
     tau: float
+    tau_of_all: float
     regret: float
 
 
@@ -124,10 +128,8 @@ def rankings(result: dict[str, Any]) -> dict[str, Ranking]:
     others = [_judged(a, b) for a, b in permutations(runs, 2)]
     for name, several in (("shadow by one live run", by_one), ("live run by another", others)):
         if several:
-            tau, regret = (
-                mean(getattr(r, what) for r in several) for what in ("tau", "regret")
-            )
-            found[name] = Ranking(tau, regret)
+            names = [field.name for field in fields(Ranking)]
+            found[name] = Ranking(*(mean(getattr(r, of) for r in several) for of in names))
     return found
 
 
@@ -176,7 +178,25 @@ def _is_same_schedule(live: dict[str, list[dict[str, Any]]], a: str, b: str) -> 
 
 def _judged(values: NDArray[np.float64], truth: NDArray[np.float64]) -> Ranking:
     chosen = float(truth[int(np.argmin(values))])
-    return Ranking(float(kendalltau(truth, values).statistic), chosen / float(truth.min()) - 1)
+    return Ranking(
+        tau(truth, values, APART_RATIO),
+        tau(truth, values, 0.0),
+        chosen / float(truth.min()) - 1,
+    )
+
+
+def tau(truth: NDArray[np.float64], values: NDArray[np.float64], apart_ratio: float) -> float:
+    """Return Kendall's tau of the pairs that are truly further apart than so; NaN of none.
+
+    >>> tau(np.array([1.0, 1.01, 2.0]), np.array([1.1, 1.0, 3.0]), 0.03)
+    1.0
+    """
+    agree = [
+        float(np.sign(truth[b] - truth[a]) * np.sign(values[b] - values[a]))
+        for a, b in combinations(range(len(truth)), 2)
+        if max(truth[a], truth[b]) > (1 + apart_ratio) * min(truth[a], truth[b])
+    ]
+    return mean(agree) if agree else math.nan
 
 
 def show(result: dict[str, Any]) -> None:
@@ -225,7 +245,10 @@ def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
     for result in results:
         name = result["scenario"]["name"]
         for source, ranking in rankings(result).items():
-            print(f"{name:<20} {source:<24} tau {ranking.tau:.2f}, regret {ranking.regret:.1%}")
+            print(
+                f"{name:<20} {source:<24} tau {ranking.tau:.2f} "
+                f"(of all {ranking.tau_of_all:.2f}), regret {ranking.regret:.1%}"
+            )
             figures[f"ranking, {name}, {source}"] = asdict(ranking)
         if len(_values(result)[1]) > 1:
             figures[f"regret against a live grid, {name}"] = against_grid(result)
@@ -238,9 +261,12 @@ def _say_ranking(figures: dict[str, Any]) -> None:
     for source in ("shadow by live median", "shadow by one live run", "live run by another"):
         found = [value for key, value in figures.items() if key.endswith(source)]
         if found:
-            taus, regrets = ([f[what] for f in found] for what in ("tau", "regret"))
+            taus, every, regrets = (
+                [f[what] for f in found] for what in ("tau", "tau_of_all", "regret")
+            )
             print(
-                f"{source:<24} tau {mean(taus):.2f} ({min(taus):.2f} to {max(taus):.2f}), "
+                f"{source:<24} tau {mean(taus):.2f} ({min(taus):.2f} to {max(taus):.2f}; "
+                f"of all {mean(every):.2f}), "
                 f"regret {mean(regrets):.1%} ({min(regrets):.1%} to {max(regrets):.1%})"
             )
     over = [value for key, value in figures.items() if key.startswith("regret against")]
