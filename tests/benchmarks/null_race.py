@@ -30,8 +30,9 @@ from tuner.replay.process import EngineProcess
 from tuner.run.drawing import DRAWS
 from tuner.run.live_search import MIN_ROUNDS_LIVE
 from tuner.run.race import is_settled
+from tuner.search.choice import Choice
 from tuner.search.objective import Objective, make_scoring
-from tuner.search.race import CONFIDENCE, MAX_ROUNDS, RaceRun, RaceVerdict, missing_in
+from tuner.search.race import MAX_ROUNDS, RaceRun, RaceVerdict, missing_in
 from tuner.search.replayed import draws_of_replays
 from tuner.traffic.formats import ReadOptions, read_trace
 from tuner.traffic.windows import busiest
@@ -52,12 +53,12 @@ def race(host: EngineProcess, requests: int) -> dict[str, Any]:
             measured = measure([host.replay("window", LIMITS, ReplayPlan())])
             round_s += measured.wall_s
             runs.append(RaceRun(name, number, goal.score(measured)))
-        draws = draws_of_replays([TWIN, LIMITS], runs, DRAWS)
+        choice = Choice(draws_of_replays([TWIN, LIMITS], runs, DRAWS), LIMITS)
         is_enough = number >= MIN_ROUNDS_LIVE
-        if is_enough and is_settled(draws, [TWIN, LIMITS], LIMITS, CONFIDENCE, round_s):
+        if is_enough and is_settled(choice, [TWIN, LIMITS], round_s):
             break
     return {
-        "separated": draws.decide(LIMITS).verdict is RaceVerdict.CHANGE,
+        "separated": choice.decide().verdict is RaceVerdict.CHANGE,
         "rounds": max(run.round for run in runs),
         "values_s": [run.score.value for run in runs],
     }

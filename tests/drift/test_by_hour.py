@@ -31,7 +31,7 @@ from tuner.drift.by_hour import (
 )
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
-from tuner.search.posterior import MODEL_ALONE, Draws
+from tuner.search.draws import MODEL_ALONE, Draws
 from tuner.shadow.profiles import write_profile
 from tuner.stats import Floats
 from tuner.traffic.traces import ClockOrigin, Trace

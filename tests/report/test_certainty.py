@@ -14,7 +14,7 @@ from tuner.report.certainty import certainty
 from tuner.report.run_files import read_run
 from tuner.report.summary import answer, gain_words
 from tuner.run.directory import RESULT_FILE
-from tuner.search.posterior import MODEL_ALONE
+from tuner.search.draws import MODEL_ALONE
 from tuner.search.race import MAX_LOSS, OTHER_TRAFFIC, Odds
 from tuner.stats import Estimate
 

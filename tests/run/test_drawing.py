@@ -22,11 +22,12 @@ from tuner.run.drawing import DRAWS, FEW_DRAWS, Drawing, predict_deployed
 from tuner.run.loads.capacity import draw_capacity
 from tuner.run.predict import Predictions, offered_per_s, predict, predict_more
 from tuner.search.budget import Aim
+from tuner.search.choice import Choice
+from tuner.search.draws import MODEL_ALONE, Draws
 from tuner.search.effects import Unexplained
 from tuner.search.judging import COST, LOAD, SLO
 from tuner.search.ladder import alike
 from tuner.search.objective import WORST_SLACK, Objective, Tier
-from tuner.search.posterior import MODEL_ALONE, Draws
 from tuner.search.race import OTHER_TRAFFIC, RaceVerdict
 from tuner.search.trials import leader
 from tuner.shadow.predictor import Predictor
@@ -176,7 +177,8 @@ def test_of_published_tables_a_small_gain_is_not_sure() -> None:
         left_open = replace(not_none(tables.uncertainty), setting=setting)
         predictor = Predictor(replace(tables, uncertainty=left_open))
         found = predict_more(predictor, Predictions(workload), [current, small])
-        told.append(Drawing(predictor, found).draws([small, current]).decide(current))
+        drawn = Drawing(predictor, found).draws([small, current])
+        told.append(Choice(drawn, current).decide())
     derived, measured = told
     assert 0.02 < not_none(derived.odds).loss < 0.15
     assert (derived.verdict, measured.verdict) == (RaceVerdict.KEEP, RaceVerdict.CHANGE)
@@ -237,7 +239,7 @@ def test_with_too_little_traffic_to_draw_from_only_the_models_error_is_drawn() -
     spreads = [float(np.log(elsewhere(d, CURRENT)).std()) for d in (few, many)]
     # The least error that is ever stated, 3 %, as one setting has it.
     assert spreads[0] < 0.03 < spreads[1]
-    told = [d.decide(CURRENT).odds for d in (few, many)]
+    told = [Choice(d, CURRENT).decide().odds for d in (few, many)]
     assert [o.basis for o in told if o is not None] == [MODEL_ALONE, OTHER_TRAFFIC]
     np.testing.assert_allclose(few.values, elsewhere(few, *SETTINGS), rtol=0.02)
 
@@ -245,13 +247,14 @@ def test_with_too_little_traffic_to_draw_from_only_the_models_error_is_drawn() -
 def test_a_setting_that_failed_fails_in_every_draw_and_is_never_recommended() -> None:
     predictor, found = predicted(traffic(0))
     better = SETTINGS[0]
-    assert Drawing(predictor, found).draws(SETTINGS, 20).decide(CURRENT).winner == better
+    drawn = Drawing(predictor, found).draws(SETTINGS, 20)
+    assert Choice(drawn, CURRENT).decide().winner == better
     outcomes = {**found.outcomes, better: Failure("out of memory in its live replay")}
     failed = Drawing(predictor, replace(found, outcomes=outcomes)).draws(SETTINGS, 20)
     assert np.isinf(failed.values[:, 0]).all()
-    decided = failed.decide(CURRENT)
+    decided = Choice(failed, CURRENT).decide()
     assert (decided.winner, decided.best) == (CURRENT, CURRENT)
-    assert failed.contenders(CURRENT) == [CURRENT]
+    assert Choice(failed, CURRENT).contenders() == [CURRENT]
 
 
 def test_a_capacity_is_drawn_too() -> None:

@@ -29,9 +29,10 @@ from tuner.run.live_search import LiveEvidence
 from tuner.run.predict import Foretold, at_own_speed, predict
 from tuner.run.race import PredictedEvidence, race
 from tuner.run.time_plan import Observe, RacePlan, reserve_s
+from tuner.search.choice import Choice
+from tuner.search.draws import Draws, Learnable, drawn_of
 from tuner.search.effects import Effects
 from tuner.search.objective import Objective, Score, Tier
-from tuner.search.posterior import Draws, Learnable, drawn_of
 from tuner.search.race import MAX_ROUNDS, RaceDecision, RaceVerdict
 from tuner.search.trials import Phase
 from tuner.shadow.predictor import Predictor
@@ -135,15 +136,16 @@ class OpenEvidence(LiveEvidence):
         """Return what is lost once the engine's speed is known better."""
         return self.left
 
-    def draws(self, count: int) -> Draws:
-        """Return draws that stay as they are."""
+    def choice(self, count: int) -> Choice:
+        """Return what draws say that stay as they are."""
         rng, point = np.random.default_rng(0), (1.0, 1.0, 3.0)
         scores = [Score(Tier.GOOD, value, "e2e_p95") for value in point]
         off = rng.normal(0.0, 0.1, (count, len(point)))
         effects = Effects(np.zeros(3), 0.1 * np.eye(3), 0.02, math.inf)
         told = (Learnable(effects, off),) if self.tells else ()
         here = drawn_of(scores) * np.exp(off)[:, :, None]
-        return Draws.of(self.settings(), scores, here, learnable=told)
+        drawn = Draws.of(self.settings(), scores, here, learnable=told)
+        return self.plan.context.choice(drawn)
 
 
 @pytest.mark.slow
@@ -248,7 +250,7 @@ def test_live_and_predicted_disagree_by_what_no_common_speed_explains(
         run.trial(CURRENT, Phase.RACE, 1)
         plan = run.plan(BETTER, CURRENT)
         evidence = PredictedEvidence(plan, Foretold(predictor, predicted), lambda: None)
-        evidence.draws(2)
+        evidence.choice(2)
         found = evidence.disagreement()
     assert (f"e2e_p95 at {CURRENT} is " in found) is differs
 

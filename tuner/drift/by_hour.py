@@ -25,9 +25,10 @@ from tuner.replay.slo import Slo
 from tuner.run.context import Workload
 from tuner.run.drawing import FEW_DRAWS
 from tuner.search.budget import MIN_REQUESTS, Aim
+from tuner.search.choice import Choice, criterion
+from tuner.search.draws import Draws
 from tuner.search.judging import charged
 from tuner.search.objective import Scoring
-from tuner.search.posterior import Draws
 from tuner.search.race import CONFIDENCE
 from tuner.search.trials import leader
 from tuner.shadow.calibration import StatedError
@@ -200,7 +201,7 @@ def _best(draws: Draws, base: EngineLimits) -> EngineLimits:
     """Return what surely serves an hour better than the base, or else that."""
     if not np.isfinite(draws.values).any():
         return base
-    return draws.decide(base).winner
+    return Choice(draws, base).decide().winner
 
 
 class _Day:
@@ -210,7 +211,7 @@ class _Day:
         self._hours, self._settings = hours, drawn[0].settings
         self._holds, self._logs, self._charged = [], [], []
         for draws in drawn:
-            holds, column, _ = draws.criterion()
+            holds, column, _ = criterion(draws)
             self._holds.append(holds)
             elsewhere = draws.elsewhere(self._settings)
             with np.errstate(divide="ignore"):
@@ -392,5 +393,5 @@ def calendar_of(
             for part in hour.parts
         ]
         drawn.append(Draws.pooled(of_dates))
-    metrics = " or ".join(dict.fromkeys(draws.criterion()[-1] for draws in drawn))
+    metrics = " or ".join(dict.fromkeys(criterion(draws)[-1] for draws in drawn))
     return Calendar(hours, day_plans(hours, drawn), metrics, current, retune.predictor.error)

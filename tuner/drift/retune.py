@@ -13,8 +13,8 @@ from tuner.run.drawing import FEW_DRAWS, Drawing
 from tuner.run.inputs import Config, ReplaySettings, engine_of_profile, fit_lengths
 from tuner.run.predict import Predictions, predict, predict_more
 from tuner.search.budget import Aim, asked_window
+from tuner.search.draws import Draws
 from tuner.search.objective import Objective
-from tuner.search.posterior import Draws
 from tuner.search.race import RaceDecision
 from tuner.search.space import DEFAULT_LADDER, Reach, SearchSpace, search_space
 from tuner.shadow.predictor import Predictor

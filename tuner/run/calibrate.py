@@ -38,8 +38,8 @@ from tuner.run.rounds import STEPS, Steps, predicted_part, share_round, unpacked
 from tuner.run.time_plan import fly_pilot
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.budget import choose_windows, least_window, outlook
+from tuner.search.draws import saved_by_more
 from tuner.search.objective import Objective
-from tuner.search.posterior import saved_by_more
 from tuner.search.space import SearchSpace
 from tuner.search.trials import Phase
 from tuner.shadow.calibration import Calibration

@@ -25,6 +25,8 @@ from tuner.run.directory import RUN_FILE, TIMELINES_FILE, TRIALS_FILE, RunDir
 from tuner.run.listener import Listener
 from tuner.run.stored import RunRecord
 from tuner.search.budget import Aim, Budget
+from tuner.search.choice import Choice
+from tuner.search.draws import Draws
 from tuner.search.objective import Score, Scoring, Tier, make_scoring
 from tuner.search.space import SearchSpace
 from tuner.traffic.traces import Trace
@@ -180,6 +182,10 @@ class RunContext:
     def left_s(self) -> float:
         """Seconds of the budget that are left."""
         return self.stopwatch.left_s
+
+    def choice(self, draws: Draws) -> Choice:
+        """Return what draws say beside the current setting, as sure as the aim asks."""
+        return Choice(draws, self.space.current, self.aim.confidence)
 
     @property
     def within_time(self) -> CutRule:

@@ -22,11 +22,12 @@ from tuner.replay.plan import ReplayPlan
 from tuner.replay.runner import Failure, measure_capacity
 from tuner.run.context import Workload
 from tuner.run.predict import Predictions, at_once, predict_more
+from tuner.search.choice import CONTENDS, Choice, beside
+from tuner.search.draws import Draws, Learnable, drawn_of, wider_for
 from tuner.search.effects import UNEXPLAINED, Effects, Unexplained
 from tuner.search.judging import COST, SLO
 from tuner.search.ladder import FINALISTS, alike
 from tuner.search.objective import Objective, Score
-from tuner.search.posterior import CONTENDS, Draws, Learnable, drawn_of, wider_for
 from tuner.search.race import CONFIDENCE, Odds, RaceDecision
 from tuner.search.trials import Observation, leader
 from tuner.shadow import simulator
@@ -79,11 +80,11 @@ def _likeliest(
     of those that keep their SLOs with room to spare, should neither.
     """
     sides = [
-        drawn.contenders(current, confidence, most, share)[:-1]
+        Choice(drawn, current, confidence).contenders(most, share)[:-1]
         for confidence in (asked, min(asked, POSSIBLE))
     ]
     if drawn.has_slos:
-        safe = drawn.with_margin(SAFE).contenders(current, asked, 1, share)[:-1]
+        safe = Choice(drawn.with_margin(SAFE), current, asked).contenders(1, share)[:-1]
         costs = dict(zip(drawn.settings, np.median(drawn.values, axis=0), strict=True))
         sides.append([s for s in safe if costs[s] <= (1 + FAR) * min(costs.values())])
     turns = [s for pair in zip_longest(*sides) for s in pair if s is not None]
@@ -173,7 +174,7 @@ def compare_engines(
     effects, count = Effects.of(2, (), UNEXPLAINED), len(ours.here)
     rng = np.random.default_rng(seed)
     off = np.array([effects.draw(rng) for _ in range(count)])
-    return ours.times(np.exp(off[:, 0] - off[:, 1])).against(theirs, confidence)
+    return beside(ours.times(np.exp(off[:, 0] - off[:, 1])), theirs, confidence)
 
 
 def _resamplers(workload: Workload) -> list[Resampler | None]:
@@ -234,7 +235,7 @@ class Drawing:
         Raises: NoFeasibleConfigError if every setting fails; ShadowError, UsageError.
         """
         settings = [*self.contend(current, confidence=confidence).settings, current]
-        return self.draws(settings, draws).decide(current, confidence)
+        return Choice(self.draws(settings, draws), current, confidence).decide()
 
     def contend(
         self,
@@ -256,7 +257,7 @@ class Drawing:
         inside = [*_likeliest(drawn, current, SIFTED, 0.0, confidence), current]
         drawn = self.draws(inside, draws, is_here=True)
         found = _likeliest(drawn, current, most, CONTENDS, confidence)
-        return Contention(tuple(found[:most]), drawn.regret(current, confidence))
+        return Contention(tuple(found[:most]), Choice(drawn, current, confidence).regret)
 
     def draws(
         self,

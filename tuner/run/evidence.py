@@ -1,7 +1,7 @@
 """What the trials say about a winner: its gain metric by metric, its KV cache, what limits it.
 
 Every sentence follows from what was measured or predicted. Which configuration wins is decided
-in `search.posterior`.
+in `search.choice`.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from tuner.run.context import SHORT_S, RunContext, Workload
 from tuner.run.time_plan import MIN_ROUNDS, Observe, RacePlan, fitting
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.budget import REPLAYS, SEARCH_SHARE
+from tuner.search.choice import Choice
 from tuner.search.ladder import FINALISTS, finalists, propose
-from tuner.search.posterior import Draws
 from tuner.search.replayed import draws_of_replays
 from tuner.search.trials import Observation, Phase, leader
 
@@ -48,17 +48,17 @@ class LiveEvidence:
         """Return no end: no model of the engine's speed is learnt."""
         return math.inf
 
-    def draws(self, count: int) -> Draws:
-        """Return draws of what the replays say."""
-        runs = self.plan.context.journal.race_runs()
-        return draws_of_replays(self.plan.settings, runs, count)
-
-    def inside(self, draws: Draws) -> list[EngineLimits]:
-        """Return everybody at first, and then who may yet be the best."""
+    def choice(self, count: int) -> Choice:
+        """Return what draws of the replays say."""
         context = self.plan.context
-        if not context.journal.race_runs():
+        runs = context.journal.race_runs()
+        return context.choice(draws_of_replays(self.plan.settings, runs, count))
+
+    def inside(self, choice: Choice) -> list[EngineLimits]:
+        """Return everybody at first, and then who may yet be the best."""
+        if not self.plan.context.journal.race_runs():
             return list(self.plan.settings)
-        return draws.contenders(context.space.current, context.aim.confidence)
+        return choice.contenders()
 
     def learn(self) -> None:
         """Take in nothing: the journal has it."""

@@ -1,6 +1,6 @@
 """The race of a run: finalists are replayed live in turns until it is settled.
 
-What replays say is weighed in `search.posterior`: beside a prediction they tell how far it is
+What replays say is weighed in `search.choice`: beside a prediction they tell how far it is
 off, without one they are all there is.
 """
 
@@ -31,10 +31,11 @@ from tuner.run.predict import DISAGREEMENT, Foretold, at_own_speed
 from tuner.run.rounds import POLL_S, share_round
 from tuner.run.time_plan import Observe, RacePlan, cold_cost_s, reserve_s
 from tuner.run.trial_runner import TrialRunner
+from tuner.search.choice import Choice
+from tuner.search.draws import Draws
 from tuner.search.effects import Unexplained
 from tuner.search.judging import COST, SLO, TIE_LOSS
 from tuner.search.objective import Tier, moved, moved_bounds, named
-from tuner.search.posterior import Draws
 from tuner.search.race import (
     MAX_ROUNDS,
     RaceDecision,
@@ -89,17 +90,16 @@ class PredictedEvidence:
             return math.inf
         left = replace(predictor.profile, uncertainty=open_now.after(learnt_s, more_s))
         drawn = self._draws_by(predictor.of(left), count)
-        context = self.plan.context
-        return drawn.regret(context.space.current, context.aim.confidence)
+        return self.plan.context.choice(drawn).regret
 
     def settings(self) -> Sequence[EngineLimits]:
         """Return who races, but for those of which nothing could be predicted."""
         found = self.known.predictions.outcomes
         return [s for s in self.plan.settings if isinstance(found.get(s), Measurement)]
 
-    def draws(self, count: int) -> Draws:
-        """Return draws of the predictions, moved and spread by what the replays showed."""
-        return self._draws_by(self.known.predictor, count)
+    def choice(self, count: int) -> Choice:
+        """Return what draws say of the predictions, moved by what the replays showed."""
+        return self.plan.context.choice(self._draws_by(self.known.predictor, count))
 
     def _draws_by(self, predictor: Predictor, count: int) -> Draws:
         """Return draws as they are by a predictor of the same settings."""
@@ -173,10 +173,9 @@ class PredictedEvidence:
             if abs(wrong) > DISAGREEMENT * self.known.predictor.wrong_ratio
         )
 
-    def inside(self, draws: Draws) -> list[EngineLimits]:
+    def inside(self, choice: Choice) -> list[EngineLimits]:
         """Return who may yet be the best."""
-        context = self.plan.context
-        return draws.contenders(context.space.current, context.aim.confidence)
+        return choice.contenders()
 
     def learn(self) -> None:
         """Predict anew with what the round's steps have shown."""
@@ -205,24 +204,23 @@ def race(
 
     Raises: EngineError when the engine cannot be kept alive; ShadowError, UsageError.
     """
-    context, current = runner.context, runner.context.space.current
-    confidence = context.aim.confidence
-    reserved_s, rounds, beside_s = reserve_s(runner, evidence.plan), 0, 0.0
+    context, rounds, beside_s = runner.context, 0, 0.0
+    reserved_s = reserve_s(runner, evidence.plan)
     with context.stopwatch.stage("race"):
-        draws = evidence.draws(FEW_DRAWS)
-        while rounds < MAX_ROUNDS and len(draws.settings) > 1:
-            plan, inside = evidence.plan, evidence.inside(draws)
+        choice = evidence.choice(FEW_DRAWS)
+        while rounds < MAX_ROUNDS and len(choice.draws.settings) > 1:
+            plan, inside = evidence.plan, evidence.inside(choice)
             if rounds:
                 least = evidence.least_in_a_round
                 if _is_made(context.journal.race_runs(), rounds + 1, least):
-                    rounds, draws = rounds + 1, evidence.draws(FEW_DRAWS)
+                    rounds, choice = rounds + 1, evidence.choice(FEW_DRAWS)
                     continue
-                asked = (draws, inside, current, confidence, plan.replay_s, least)
-                inside = _with_new(context, inside, who_replays(*asked))
+                chosen = who_replays(choice, inside, plan.replay_s, least)
+                inside = _with_new(context, inside, chosen)
             round_s, before_s = sum(map(plan.replay_s, inside)), context.left_s
             if rounds >= evidence.min_rounds and (
-                _is_for_the_cold(runner, plan, draws, round_s + beside_s, reserved_s)
-                or _is_enough(evidence, draws, inside, round_s)
+                _is_for_the_cold(runner, plan, choice, round_s + beside_s, reserved_s)
+                or _is_enough(evidence, choice, inside, round_s)
                 or _is_spent(context, round_s + beside_s, reserved_s)
             ):
                 break
@@ -231,14 +229,14 @@ def race(
                 break
             rounds += 1
             evidence.learn()
-            draws = evidence.draws(FEW_DRAWS)
+            choice = evidence.choice(FEW_DRAWS)
             # What is learnt of a round takes its time too, however short the replays are.
             beside_s = max(0.0, before_s - context.left_s - round_s)
-            context.listener.note(_so_far(draws, current, confidence, rounds))
+            context.listener.note(_so_far(choice, rounds))
         if context.is_shared:
             context.journal.withdraw(Phase.RACE)
         whole = whole_rounds(context.journal.race_runs(), evidence.settings())
-        return evidence.draws(DRAWS).decide(current, confidence, whole)
+        return evidence.choice(DRAWS).decide(whole)
 
 
 def _is_made(runs: Sequence[RaceRun], number: int, least: int) -> bool:
@@ -264,7 +262,7 @@ def _is_spent(context: RunContext, round_s: float, reserved_s: float) -> bool:
 
 
 def _is_for_the_cold(
-    runner: TrialRunner, plan: RacePlan, draws: Draws, round_s: float, reserved_s: float
+    runner: TrialRunner, plan: RacePlan, choice: Choice, round_s: float, reserved_s: float
 ) -> bool:
     """Whether the time that is left holds the cold engines of a change, and no round before.
 
@@ -276,7 +274,7 @@ def _is_for_the_cold(
     context = runner.context
     if reserved_s:
         return False
-    found = draws.decide(context.space.current, context.aim.confidence)
+    found = choice.decide()
     if found.verdict is RaceVerdict.KEEP or runner.engine.restarts_per_config:
         return False
     pair = (found.winner, context.space.current)
@@ -285,23 +283,20 @@ def _is_for_the_cold(
 
 
 def _is_enough(
-    evidence: Evidence, few: Draws, inside: Sequence[EngineLimits], round_s: float
+    evidence: Evidence, few: Choice, inside: Sequence[EngineLimits], round_s: float
 ) -> bool:
     """Whether it is settled by a few draws, which may be wrong about it, and by many.
 
     Not while who would be recommended was never replayed: a round may have moved all others.
     """
-    context = evidence.plan.context
-    current, confidence = context.space.current, context.aim.confidence
-    found = few.decide(current, confidence)
-    raced = {run.limits for run in context.journal.race_runs()}
-    if found.winner in set(inside) - raced - {current}:
+    raced = {run.limits for run in evidence.plan.context.journal.race_runs()}
+    if few.decide().winner in set(inside) - raced - {few.current}:
         return False
-    asked = (inside, current, confidence, round_s)
     return all(
         is_settled(
-            few if count == FEW_DRAWS else evidence.draws(count),
-            *asked,
+            few if count == FEW_DRAWS else evidence.choice(count),
+            inside,
+            round_s,
             partial(evidence.regret_after, count, round_s),
         )
         for count in (FEW_DRAWS, DRAWS)
@@ -309,10 +304,8 @@ def _is_enough(
 
 
 def is_settled(
-    draws: Draws,
+    choice: Choice,
     inside: Sequence[EngineLimits],
-    current: EngineLimits,
-    confidence: float,
     round_s: float,
     regret_after: Callable[[], float] = lambda: math.inf,
 ) -> bool:
@@ -324,19 +317,17 @@ def is_settled(
     Source: the knowledge-gradient rule, Frazier, Powell & Dayanik, A knowledge-gradient policy
         for sequential information collection, SIAM J. Control Optim. 47 (2008).
     """
-    regret, worth = draws.regret(current, confidence), WORTH_PER_S * round_s
-    if regret <= TIE_LOSS:
+    worth = WORTH_PER_S * round_s
+    if choice.regret <= TIE_LOSS:
         return True
-    if draws.saved_by_a_round(inside, current, confidence) >= worth:
+    if choice.saved_by_a_round(inside) >= worth:
         return False
-    return regret - regret_after() < worth
+    return choice.regret - regret_after() < worth
 
 
 def who_replays(
-    draws: Draws,
+    choice: Choice,
     inside: Sequence[EngineLimits],
-    current: EngineLimits,
-    confidence: float,
     cost_s: Callable[[EngineLimits], float],
     least: int,
 ) -> list[EngineLimits]:
@@ -351,15 +342,14 @@ def who_replays(
         return list(inside)
 
     def worth(field: tuple[EngineLimits, ...]) -> float:
-        saved = draws.saved_by_a_round(field, current, confidence)
-        return saved / max(sum(map(cost_s, field)), 1e-9)
+        return choice.saved_by_a_round(field) / max(sum(map(cost_s, field)), 1e-9)
 
     best = max(fields, key=worth)
     return list(best)
 
 
-def _so_far(draws: Draws, current: EngineLimits, confidence: float, number: int) -> str:
-    found = draws.decide(current, confidence, number)
+def _so_far(choice: Choice, number: int) -> str:
+    found = choice.decide(number)
     if found.gain is None or found.odds is None:
         return f"after round {number}: {found.why}"
     change, here = moved(found.metric, found.gain.value - 1), found.gain_here

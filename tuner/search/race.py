@@ -2,7 +2,7 @@
 
 Every round replays the same requests on every configuration that may still be the best, in
 turns, so that the machine's drift hits all alike. What the replays say is weighed in
-`search.posterior`.
+`search.choice`.
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@ from functools import partial
 import numpy as np
 
 from tuner.engine.limits import EngineLimits
+from tuner.search.draws import LIVE_ALONE, Draws, Learnable
 from tuner.search.effects import Effects, Spreads
 from tuner.search.judging import COST, LOAD, SLO
 from tuner.search.objective import RATE, Score, Tier
-from tuner.search.posterior import LIVE_ALONE, Draws, Learnable
 from tuner.search.race import RaceRun, compared
 from tuner.stats import Floats
 

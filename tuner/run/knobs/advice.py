@@ -31,9 +31,9 @@ from tuner.run.knobs.records import (
 from tuner.run.predict import Predictions, capacity_per_s, predict, predict_more
 from tuner.run.time_plan import RacePlan, cold_cost_s
 from tuner.run.trial_runner import TrialRunner
+from tuner.search.draws import Draws
 from tuner.search.judging import TIE_LOSS, is_sure
 from tuner.search.objective import WORST_SLACK, Objective, Score, Tier, moved, named
-from tuner.search.posterior import Draws
 from tuner.search.race import CONFIDENCE, Odds
 from tuner.search.space import SearchSpace
 from tuner.search.trials import leader

@@ -30,9 +30,9 @@ from tuner.run.loads.alone import hopeless, with_widest
 from tuner.run.loads.fleet_plan import FleetAim, FleetOdds, FleetPlan, Stretch, Way
 from tuner.run.predict import Predictions, at_once, predict
 from tuner.search.budget import MIN_REQUESTS, Aim
+from tuner.search.draws import MODEL_ALONE, around
 from tuner.search.ladder import FINALISTS
 from tuner.search.objective import Objective, Tier
-from tuner.search.posterior import MODEL_ALONE, around
 from tuner.search.race import CONFIDENCE, OTHER_TRAFFIC
 from tuner.search.space import SearchSpace
 from tuner.shadow.fleet import MAX_PREFIX_REPLICAS, Autoscaler, Fleet, FleetLog, simulate_fleet

@@ -21,8 +21,8 @@ from tuner.run.loads.capacity import draw_capacity
 from tuner.run.predict import Predictions, capacity_per_s, per_s, predict_more
 from tuner.run.result import RunResult
 from tuner.run.variants.records import VariantComparison, VariantFinding
+from tuner.search.draws import Draws
 from tuner.search.objective import Tier
-from tuner.search.posterior import Draws
 from tuner.search.trials import Trial, predictions
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import Profile

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from support.optional import not_none
 from tuner.engine.limits import EngineLimits
 from tuner.errors import NoFeasibleConfigError
+from tuner.search.choice import Choice
+from tuner.search.draws import Draws, Learnable, drawn_of
 from tuner.search.effects import Effects
 from tuner.search.judging import COST, SLO, TIE_LOSS
 from tuner.search.objective import RATE, WORST_SLACK, Score, Tier
-from tuner.search.posterior import Draws, Learnable, drawn_of
-from tuner.search.race import RaceRun, RaceVerdict
+from tuner.search.race import RaceDecision, RaceRun, RaceVerdict
 from tuner.search.replayed import draws_of_replays
 from tuner.stats import Floats
 
@@ -47,8 +48,15 @@ def draws(*point: Score, error: float = 0.05, common: float = 0.2, seed: int = 0
     return Draws.of(settings, point, here)
 
 
+def decided(
+    *point: Score, error: float = 0.05, common: float = 0.2, seed: int = 0
+) -> RaceDecision:
+    """Return what such draws decide."""
+    return Choice(draws(*point, error=error, common=common, seed=seed), CURRENT).decide()
+
+
 def test_a_sure_gain_is_a_change_with_its_interval_about_what_was_predicted() -> None:
-    found = draws(score(2.0), score(1.6)).decide(CURRENT)
+    found = decided(score(2.0), score(1.6))
     assert (found.verdict, found.winner) == (RaceVerdict.CHANGE, OTHER)
     assert found.gain is not None
     assert found.odds is not None
@@ -70,9 +78,11 @@ def test_of_settings_that_finish_the_same_rate_the_smallest_is_among_those_in_co
     point = [Score(Tier.GOOD, 1 / per_s, RATE) for per_s in rates]
     own = np.exp(np.random.default_rng(3).normal(0.0, 0.01, (DRAWS, len(point), 1)))
     found = Draws.of(settings, point, drawn_of(point) * own)
-    assert settings[4] in found.contenders(settings[0], most=2)
+    assert settings[4] in Choice(found, settings[0]).contenders(most=2)
     assert (
-        found.among(found.contenders(settings[0], most=2)).decide(settings[0]).winner
+        Choice(found.among(Choice(found, settings[0]).contenders(most=2)), settings[0])
+        .decide()
+        .winner
         == (settings[4])
     )
 
@@ -89,8 +99,8 @@ def test_that_slos_are_met_on_other_hours_too_has_a_probability_of_its_own() -> 
             return drawn[:, [(CURRENT, OTHER).index(limits) for limits in some]]
 
         found = Draws.of((CURRENT, OTHER), point, drawn_of(point) * calm, others, 16)
-        odds = not_none(found.decide(CURRENT).odds)
-        assert found.decide(CURRENT).verdict is verdict
+        odds = not_none(Choice(found, CURRENT).decide().odds)
+        assert Choice(found, CURRENT).decide().verdict is verdict
         assert odds.p_slo == 1.0
         assert odds.p_slo_elsewhere == pytest.approx(0.63, abs=0.06)
         assert f"P(SLOs met) 1.00 (other hours {odds.p_slo_elsewhere:.2f})" in odds.text
@@ -115,7 +125,7 @@ def test_a_gain_that_loses_a_little_on_most_other_hours_has_to_be_one_in_the_mea
             return drawn[:, [(CURRENT, OTHER).index(limits) for limits in some]]
 
         here = drawn_of(point)[None].repeat(DRAWS, axis=0)
-        found = Draws.of((CURRENT, OTHER), point, here, others, 1000).decide(CURRENT)
+        found = Choice(Draws.of((CURRENT, OTHER), point, here, others, 1000), CURRENT).decide()
         odds = not_none(found.odds)
         assert (odds.p_better, odds.p_elsewhere < 0.5) == (1.0, True)
         told.append((found.verdict, odds.cost_elsewhere, odds.text))
@@ -151,7 +161,7 @@ def test_a_ratio_is_of_the_metric_that_was_decided_by() -> None:
 
 
 def test_a_gain_that_may_be_none_keeps_the_current_one_and_says_how_likely_it_is() -> None:
-    found = draws(score(2.0), score(1.95)).decide(CURRENT)
+    found = decided(score(2.0), score(1.95))
     assert (found.verdict, found.winner, found.best) == (RaceVerdict.KEEP, CURRENT, OTHER)
     assert found.odds is not None
     assert 0.5 < found.odds.p_better < 0.9
@@ -160,9 +170,9 @@ def test_a_gain_that_may_be_none_keeps_the_current_one_and_says_how_likely_it_is
 
 def test_what_is_as_good_goes_to_the_current_one_and_then_to_the_smallest() -> None:
     near = 2.0 * (1 - TIE_LOSS / 2)
-    same = draws(score(2.0), score(near), error=1e-4).decide(CURRENT)
+    same = decided(score(2.0), score(near), error=1e-4)
     assert (same.verdict, same.best) == (RaceVerdict.KEEP, CURRENT)
-    among = draws(score(3.0), score(2.0), score(2.0 * 1.005), error=1e-4).decide(CURRENT)
+    among = decided(score(3.0), score(2.0), score(2.0 * 1.005), error=1e-4)
     assert (among.verdict, among.winner) == (RaceVerdict.CHANGE, THIRD)
 
 
@@ -172,8 +182,8 @@ def test_of_those_that_are_as_good_one_that_is_surely_better_is_not_missed() -> 
     here = np.ones((DRAWS, 3, 3)) * [[[2.0, 0.5, 0.5], [1.94, 0.5, 0.5], [1.95, 0.5, 0.5]]]
     here[:, 2, 0] *= np.exp(rng.normal(0.0, 0.03, DRAWS))
     point = [score(2.0), score(1.94), score(1.95)]
-    found = Draws.of((CURRENT, OTHER, THIRD), point, here).decide(CURRENT)
-    small = Draws.of((CURRENT, THIRD), point[::2], here[:, ::2]).decide(CURRENT)
+    found = Choice(Draws.of((CURRENT, OTHER, THIRD), point, here), CURRENT).decide()
+    small = Choice(Draws.of((CURRENT, THIRD), point[::2], here[:, ::2]), CURRENT).decide()
     assert small.verdict is RaceVerdict.KEEP
     assert (found.verdict, found.winner) == (RaceVerdict.CHANGE, OTHER)
     assert THIRD in found.tied
@@ -181,7 +191,7 @@ def test_of_those_that_are_as_good_one_that_is_surely_better_is_not_missed() -> 
 
 def test_of_each_setting_it_is_told_what_it_costs_and_how_probably_it_is_right() -> None:
     tail = [score(t, slo=u) for t, u in ((2.0, 0.5), (1.6, 0.5), (1.0, 1.5))]
-    found = draws(*tail).decide(CURRENT)
+    found = decided(*tail)
     assert [one.limits for one in found.standings] == [OTHER, CURRENT, THIRD]
     best, kept, broken = found.standings
     assert best.p_best is not None
@@ -193,29 +203,27 @@ def test_of_each_setting_it_is_told_what_it_costs_and_how_probably_it_is_right()
     assert high / low == pytest.approx(math.exp(2 * 1.645 * math.hypot(0.2, 0.05)), rel=0.1)
     assert (broken.p_best, broken.loss) == (None, None)
     assert not_none(broken.p_slo) < 0.1
-    assert draws(FAILED, score(5.0)).decide(CURRENT).standings[0].limits == OTHER
+    assert decided(FAILED, score(5.0)).standings[0].limits == OTHER
 
 
 def test_a_bound_that_may_break_is_left_for_one_that_surely_holds_at_any_price() -> None:
-    found = draws(score(1.0, slo=0.99), score(3.0, slo=0.6), common=0.01).decide(CURRENT)
+    found = decided(score(1.0, slo=0.99), score(3.0, slo=0.6), common=0.01)
     assert (found.verdict, found.winner) == (RaceVerdict.CHANGE, OTHER)
     assert not_none(found.odds).p_slo == 1.0
     # The current one may hold as well, and is better then.
-    shaky = draws(score(1.0, slo=0.8), score(3.0, slo=0.6), common=0.01).decide(CURRENT)
+    shaky = decided(score(1.0, slo=0.8), score(3.0, slo=0.6), common=0.01)
     assert shaky.winner == CURRENT
 
 
 def test_of_those_that_break_the_slos_alike_it_is_what_is_optimised_that_decides() -> None:
-    found = draws(score(2.0, slo=1.5), score(1.5, slo=1.5), error=0.01).decide(CURRENT)
+    found = decided(score(2.0, slo=1.5), score(1.5, slo=1.5), error=0.01)
     assert (found.verdict, found.winner, found.metric) == (RaceVerdict.CHANGE, OTHER, "e2e_p99")
     assert not_none(not_none(found.odds).p_slo) < 0.1
 
 
 def test_where_nothing_sustains_the_load_the_slos_still_count() -> None:
     """Both are overloaded, and the one with the shorter tail breaks its SLO."""
-    found = draws(score(20.0, slo=2.0, load=1.4), score(21.0, slo=0.5, load=1.5)).decide(
-        CURRENT
-    )
+    found = decided(score(20.0, slo=2.0, load=1.4), score(21.0, slo=0.5, load=1.5))
     assert (found.verdict, found.winner) == (RaceVerdict.CHANGE, OTHER)
     assert found.odds is not None
     assert found.odds.meets_more
@@ -225,10 +233,10 @@ def test_where_nothing_sustains_the_load_the_slos_still_count() -> None:
 
 def test_of_bounds_only_those_are_named_that_are_kept() -> None:
     """The current one breaks both; the other bears the load and still breaks the SLO."""
-    found = draws(score(20.0, slo=4.0, load=1.4), score(3.0, slo=1.5, load=0.5)).decide(CURRENT)
+    found = decided(score(20.0, slo=4.0, load=1.4), score(3.0, slo=1.5, load=0.5))
     assert found.winner == OTHER
     assert found.why.startswith("sustains the load with probability 0.9, which the")
-    both = draws(score(20.0, slo=4.0, load=1.4), score(3.0, slo=0.5, load=0.5)).decide(CURRENT)
+    both = decided(score(20.0, slo=4.0, load=1.4), score(3.0, slo=0.5, load=0.5))
     assert both.why.startswith("keeps the SLOs and the load with")
 
 
@@ -236,12 +244,12 @@ def test_with_a_margin_only_those_contend_that_keep_their_slos_with_room_to_spar
     found = draws(
         *(score(v, slo=u) for v, u in ((3.0, 0.5), (1.0, 0.96), (2.0, 0.8))), common=0
     )
-    assert found.contenders(CURRENT, 0.5, 1) == [OTHER, CURRENT]
-    assert found.with_margin(1.1).contenders(CURRENT, 0.9, 1) == [THIRD, CURRENT]
+    assert Choice(found, CURRENT, 0.5).contenders(1) == [OTHER, CURRENT]
+    assert Choice(found.with_margin(1.1), CURRENT, 0.9).contenders(1) == [THIRD, CURRENT]
 
 
 def test_where_every_slo_breaks_it_is_the_setting_that_breaks_it_least() -> None:
-    found = draws(score(1.0, slo=3.0), score(2.0, slo=1.5)).decide(CURRENT)
+    found = decided(score(1.0, slo=3.0), score(2.0, slo=1.5))
     assert (found.winner, found.metric) == (OTHER, WORST_SLACK)
     assert not_none(not_none(found.odds).p_slo) < 0.2
 
@@ -256,9 +264,9 @@ def test_no_slo_that_is_just_missed_is_worth_a_queue_that_grows_for_good(
     """A small cap keeps the time of each token short, and answers ever fewer of who asks."""
     small, wide = score(30.0, slo=0.8, load=1.5), score(5.0, slo=slack, load=0.6)
     now = score(5.1, slo=1.1 * slack, load=0.5)
-    found = draws(now, small, wide, error=0.01, common=0.05).decide(CURRENT)
+    found = decided(now, small, wide, error=0.01, common=0.05)
     assert found.winner == winner
-    none = draws(score(40.0, slo=1.2, load=1.9), small, common=0.05).decide(CURRENT)
+    none = decided(score(40.0, slo=1.2, load=1.9), small, common=0.05)
     assert none.winner == OTHER
 
 
@@ -266,8 +274,8 @@ def test_whose_queue_grows_for_good_is_nobody_who_could_yet_be_the_best() -> Non
     """Among fewer it would be back: nothing speaks against it without who bears the load."""
     small, wide = score(30.0, slo=0.8, load=2.5), score(5.0, slo=1.5, load=0.8)
     found = draws(score(5.1, slo=1.6, load=0.98), small, wide, error=0.01, common=0.1)
-    assert found.contenders(CURRENT, share=0.0) == [THIRD, CURRENT]
-    assert found.among([OTHER, CURRENT]).decide(CURRENT).winner == OTHER
+    assert Choice(found, CURRENT).contenders(share=0.0) == [THIRD, CURRENT]
+    assert Choice(found.among([OTHER, CURRENT]), CURRENT).decide().winner == OTHER
 
 
 @given(
@@ -280,8 +288,8 @@ def test_somebody_is_always_left(
 ) -> None:
     points = [score(2.0, slo=u, load=w) for u, w in zip(slacks, loads, strict=True)]
     found = draws(*points, common=0.1)
-    assert found.decide(CURRENT, confidence).winner in found.settings
-    assert found.contenders(CURRENT, confidence)[-1] == CURRENT
+    assert Choice(found, CURRENT, confidence).decide().winner in found.settings
+    assert Choice(found, CURRENT, confidence).contenders()[-1] == CURRENT
 
 
 @pytest.mark.parametrize("confidence", [0.0, 0.5, 1.0])
@@ -293,26 +301,26 @@ def test_somebody_is_left_where_each_bears_the_load_in_half_of_the_draws(
     loads = [np.roll([0.8, 0.9, 1.1, 1.1], first) for first in range(4)]
     here = np.stack([np.ones((4, 4)), np.full((4, 4), 0.5), np.array(loads)], axis=-1)
     found = Draws.of(settings, [score(1.0, slo=0.5)] * 4, here)
-    assert found.decide(CURRENT, confidence).winner in settings
-    assert found.contenders(CURRENT, confidence)[-1] == CURRENT
+    assert Choice(found, CURRENT, confidence).decide().winner in settings
+    assert Choice(found, CURRENT, confidence).contenders()[-1] == CURRENT
 
 
 def test_where_nothing_sustains_the_load_the_shorter_tail_wins() -> None:
-    found = draws(score(30.0, load=3.0), score(9.0, load=1.5)).decide(CURRENT)
+    found = decided(score(30.0, load=3.0), score(9.0, load=1.5))
     assert (found.winner, found.metric) == (OTHER, "e2e_p99")
     assert (not_none(found.odds).p_sustained or 0.0) < 0.1
-    meets = draws(score(30.0, load=3.0), score(40.0, load=0.7)).decide(CURRENT)
+    meets = decided(score(30.0, load=3.0), score(40.0, load=0.7))
     assert meets.winner == OTHER
 
 
 def test_a_current_one_that_fails_is_left_without_a_gain_to_quote() -> None:
-    found = draws(FAILED, score(5.0)).decide(CURRENT)
+    found = decided(FAILED, score(5.0))
     assert (found.verdict, found.winner, found.gain) == (RaceVerdict.CHANGE, OTHER, None)
 
 
 def test_when_nothing_survives_it_says_so() -> None:
     with pytest.raises(NoFeasibleConfigError, match="no configuration survived"):
-        draws(FAILED, FAILED).decide(CURRENT)
+        decided(FAILED, FAILED)
 
 
 def replays(limits: EngineLimits, *scores: Score) -> list[RaceRun]:
@@ -337,7 +345,7 @@ def test_one_that_fails_in_the_end_still_tells_of_the_rounds_it_was_in(seed: int
         RaceRun(THIRD, 6, FAILED),
         RaceRun(CURRENT, 6, score(2.0 * moods[5])),
     ]
-    found = draws_of_replays([OTHER, CURRENT, THIRD], runs, DRAWS).decide(CURRENT)
+    found = Choice(draws_of_replays([OTHER, CURRENT, THIRD], runs, DRAWS), CURRENT).decide()
     assert (found.verdict, found.winner) == (RaceVerdict.CHANGE, OTHER)
     assert THIRD not in found.tied
 
@@ -354,9 +362,9 @@ def test_who_loses_requests_live_surely_breaks_the_slo_that_has_no_end(
     runs = [*replays(OTHER, *ours), *replays(CURRENT, *[kept] * rounds)]
     found = draws_of_replays([OTHER, CURRENT], runs, DRAWS)
     assert (found.here[:, 0, SLO] > 1).all()
-    decided = found.decide(CURRENT)
+    decided = Choice(found, CURRENT).decide()
     assert (decided.winner, decided.metric) == (CURRENT, "e2e_p99")
-    back = draws_of_replays([CURRENT, OTHER], runs, DRAWS).decide(OTHER)
+    back = Choice(draws_of_replays([CURRENT, OTHER], runs, DRAWS), OTHER).decide()
     assert (back.winner, back.metric) == (CURRENT, "e2e_p99")
 
 
@@ -385,7 +393,7 @@ def test_where_everybody_loses_requests_live_the_rate_decides() -> None:
         return Score(Tier.NOT_SUSTAINED, 1 / per_s, RATE, (("e2e_p99", math.inf),), None, 0.5)
 
     runs = [*replays(OTHER, *[lost(13.0)] * 3), *replays(CURRENT, *[lost(10.0)] * 3)]
-    found = draws_of_replays([OTHER, CURRENT], runs, DRAWS).decide(CURRENT)
+    found = Choice(draws_of_replays([OTHER, CURRENT], runs, DRAWS), CURRENT).decide()
     assert (found.winner, found.metric) == (OTHER, RATE)
 
 
@@ -411,7 +419,7 @@ def test_few_stretches_spread_wider_than_what_was_drawn_of_them() -> None:
 def test_a_change_is_always_better_by_what_was_predicted(
     current: float, other: float, seed: int
 ) -> None:
-    found = draws(score(current), score(other), seed=seed).decide(CURRENT)
+    found = decided(score(current), score(other), seed=seed)
     assert (found.verdict is RaceVerdict.CHANGE) == (found.winner == OTHER)
     if found.verdict is RaceVerdict.CHANGE:
         assert other < current
@@ -424,7 +432,7 @@ def test_over_many_errors_a_change_is_wrong_as_rarely_as_it_says() -> None:
         rng = np.random.default_rng(seed)
         seen = np.exp(rng.normal(0.0, 0.05, 2))
         decided = draws(score(float(seen[0])), score(float(seen[1])), seed=seed)
-        wrong += decided.decide(CURRENT, sure).verdict is RaceVerdict.CHANGE
+        wrong += Choice(decided, CURRENT, sure).decide().verdict is RaceVerdict.CHANGE
     assert 0.04 < wrong / 300 < 0.16
 
 
@@ -441,34 +449,34 @@ def test_a_round_saves_of_what_may_be_lost_what_replays_would_tell(
     here = drawn_of(point) * np.exp(off + rest)[:, :, None]
     told = (Learnable(Effects(np.zeros(3), open_sd * np.eye(3), noise, math.inf), off),)
     found = Draws.of((CURRENT, OTHER, THIRD), point, here, learnable=told)
-    saved = found.saved_by_a_round((OTHER, THIRD), CURRENT)
-    assert saved / found.regret(CURRENT) == pytest.approx(share, abs=0.15)
+    saved = Choice(found, CURRENT).saved_by_a_round((OTHER, THIRD))
+    assert saved / Choice(found, CURRENT).regret == pytest.approx(share, abs=0.15)
 
 
 def test_nothing_is_told_of_a_load_that_no_setting_is_judged_by() -> None:
     """As under `throughput`, where it would be sustained by the hopelessly overloaded."""
     point = score(2.0, load=None), score(1.6, load=None), FAILED
-    found = draws(*point).decide(CURRENT)
+    found = decided(*point)
     assert found.odds is not None
     assert found.odds.p_sustained is None
     assert "sustained" not in found.odds.text
     assert found.odds.text.startswith("P(better) 1.00, keeping loses 2")
     assert {standing.p_sustained for standing in found.standings} == {None}
-    alone = draws(score(2.0, load=None)).decide(CURRENT)
+    alone = decided(score(2.0, load=None))
     assert not_none(alone.odds).text == ""
 
 
 def test_a_load_that_is_just_missed_is_no_reason_to_take_a_longer_tail() -> None:
     """Both may bear it, and the current one a little less probably; its tail is shorter."""
     point = score(2.0, load=0.98), score(2.3, load=0.96)
-    found = draws(*point, error=0.005, common=0.03).decide(CURRENT)
+    found = decided(*point, error=0.005, common=0.03)
     now, other = sorted(found.standings, key=lambda s: s.limits != CURRENT)
     assert 0.5 < (now.p_sustained or 0.0) < 0.85
     assert (other.p_sustained or 0.0) > 0.88
     assert (found.verdict, found.best) == (RaceVerdict.KEEP, CURRENT)
     # At a tail that is no longer, bearing the load is worth a restart.
     point = score(2.0, load=1.04), score(2.02, load=0.9)
-    found = draws(*point, error=0.005, common=0.03).decide(CURRENT)
+    found = decided(*point, error=0.005, common=0.03)
     assert (found.verdict, found.winner) == (RaceVerdict.CHANGE, OTHER)
     assert found.odds is not None
     assert found.odds.meets_more
@@ -481,7 +489,7 @@ def test_who_surely_misses_a_load_that_another_bears_is_never_recommended(
     load: float, tail: float
 ) -> None:
     point = score(tail, load=0.8), score(1.0, load=1.1 * load)
-    found = draws(*point, error=0.005, common=0.01).decide(CURRENT)
+    found = decided(*point, error=0.005, common=0.01)
     assert found.winner == CURRENT
 
 
@@ -489,7 +497,7 @@ def test_a_keep_says_how_probably_which_other_setting_is_better_and_what_keeping
     None
 ):
     point = [score(2.0, slo=0.5), score(2.6, slo=0.5), score(2.02, slo=0.5)]
-    found = draws(*point, error=0.02, common=0.01).decide(CURRENT)
+    found = decided(*point, error=0.02, common=0.01)
     assert (found.verdict, found.best) == (RaceVerdict.KEEP, CURRENT)
     odds = not_none(found.odds)
     assert odds.rival == THIRD
@@ -512,10 +520,10 @@ def test_one_that_may_break_a_bound_is_not_said_to_be_no_better() -> None:
     ):
         cost = 1.5 if used else 2.5
         point = score(2.0, slo=used and 0.5), score(cost, slo=used)
-        found = draws(*point, error=0.01, common=0.1).decide(CURRENT)
+        found = decided(*point, error=0.01, common=0.1)
         assert (found.winner, found.best, found.why) == (CURRENT, CURRENT, why)
 
 
 def test_of_a_setting_that_is_alone_no_odds_against_itself_are_told() -> None:
-    odds = not_none(draws(score(2.0)).decide(CURRENT).odds)
+    odds = not_none(decided(score(2.0)).odds)
     assert odds.text == "P(load sustained) 1.00, beside no other setting"

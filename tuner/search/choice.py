@@ -1,0 +1,335 @@
+"""Choose by draws: who loses least in expectation of those that surely keep their bounds.
+
+A change has to be better than the current setting with the confidence that is asked for. Beside
+the answer stand how sure it is, who may yet be the best, and what more replays would save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from tuner.engine.limits import EngineLimits
+from tuner.errors import NoFeasibleConfigError
+from tuner.search.draws import LIVE_ALONE, Draws
+from tuner.search.judging import (
+    COST,
+    LOAD,
+    SLO,
+    TIE_LOSS,
+    Judged,
+    charged,
+    is_better,
+    is_sure,
+    losses,
+    mean_cost,
+    open_of,
+    ratio_of,
+    why_of,
+)
+from tuner.search.objective import WORST_SLACK, is_rate
+from tuner.search.race import (
+    CONFIDENCE,
+    LIKELY,
+    MAX_LOSS,
+    STANDING_SHARES,
+    Odds,
+    RaceDecision,
+    RaceVerdict,
+    Standing,
+)
+from tuner.stats import Bools, Estimate, Floats
+
+# The current setting goes for the sake of its bounds alone where it misses them this many times
+# as often as is asked: ours, so that nobody restarts a server for a percent of probability.
+MISSED = 2.0
+# Who is the best in fewer draws than this is out of contention, and so are all but the
+# likeliest of those that are left: ours, since what is learnt of these tells of the others.
+CONTENDS, MAX_CONTENDERS = 0.05, 2
+# How often it is drawn what a round might show: ours.
+LOOKS = 24
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the draws of some settings say beside the current one, asked with a confidence."""
+
+    draws: Draws
+    current: EngineLimits
+    confidence: float = CONFIDENCE
+
+    @cached_property
+    def judged(self) -> Judged:
+        """Who may be recommended, by what they are judged, and what each costs by that."""
+        field, column, metric = criterion(self.draws, self.confidence, self.current)
+        return Judged(field, column, metric, charged(self.draws.here, column, field))
+
+    @cached_property
+    def _now(self) -> int:
+        """The place of the current setting."""
+        return self.draws.settings.index(self.current)
+
+    def decide(self, rounds: int = 0) -> RaceDecision:
+        """Return the setting of least expected loss among those that surely keep their bounds.
+
+        Where none surely does, the one that uses least of its SLOs and is not far from
+        sustaining the load; and where all SLOs hold and no setting sustains the load, the one
+        of least loss. Of those that lose the same the
+        current one, then the smallest, or who loses least where that alone is surely better
+        than the current one. `rounds` are those of live replays behind the draws.
+
+        Raises: NoFeasibleConfigError if every setting failed.
+        """
+        if not np.isfinite(self.draws.values).any():
+            raise NoFeasibleConfigError(
+                "no configuration survived its replay", "see the causes in trials.jsonl"
+            )
+        settings, judged, now = self.draws.settings, self.judged, self._now
+        column, loss = judged.column, judged.loss
+        best, tied = self._least()
+        rival = judged.rival(now) if best == now else best
+        elsewhere, odds = self._beside(rival)
+        if best == now:
+            odds = self._of_a_keep(odds, rival, elsewhere)
+        first = min(tied, key=lambda i: loss[i])
+        if now not in (best, first) and not is_sure(odds):
+            # The smallest of those that lose the same may be less sure than the best of them.
+            found = self._beside(first)
+            if is_sure(found[1]):
+                best, (elsewhere, odds) = first, found
+        is_change, is_same = best != now and is_sure(odds), best == now
+        here = self.draws.here[:, [best, now], column]
+        return RaceDecision(
+            verdict=RaceVerdict.CHANGE if is_change else RaceVerdict.KEEP,
+            winner=settings[best] if is_change else self.current,
+            best=settings[best],
+            tied=tuple(sorted(settings[i] for i in tied)),
+            gain=None if is_same else ratio_of(elsewhere[:, :, column]),
+            rounds=rounds,
+            why=why_of(
+                odds,
+                self.confidence,
+                is_same=is_same,
+                may_rival_be=bool(judged.field[rival]),
+            ),
+            metric=judged.metric,
+            gain_here=None if is_same else ratio_of(here),
+            is_predicted=not rounds and self.draws.basis != LIVE_ALONE,
+            odds=odds,
+            standings=self._standings(),
+        )
+
+    def _beside(self, setting: int) -> tuple[Floats, Odds]:
+        """Return what other traffic makes of a setting and the current one, and the odds.
+
+        Shapes: the first is [draws, 2, 3].
+        """
+        draws, column = self.draws, self.judged.column
+        elsewhere = draws.elsewhere((draws.settings[setting], self.current))
+        pair = [setting, self._now]
+        return elsewhere, odds_of(draws, pair, elsewhere, column, self.confidence)
+
+    def _of_a_keep(self, odds: Odds, rival: int, elsewhere: Floats) -> Odds:
+        """Return the odds of a rival where the current setting is thought best itself.
+
+        Shapes: elsewhere is [draws, 2, 3], of the rival and the current setting.
+        """
+        draws, now = self.draws, self._now
+        return replace(
+            odds,
+            p_slo=draws.p_slos_met(draws.here[:, now]),
+            p_sustained=draws.p_sustained(now),
+            loss=float(self.judged.loss[now]),
+            rival=None if rival == now else draws.settings[rival],
+            is_alone=rival == now,
+            open_ratio=None if rival == now else odds.open_ratio,
+            p_slo_elsewhere=draws.p_slos_met(elsewhere[:, 1]),
+        )
+
+    def _standings(self) -> tuple[Standing, ...]:
+        """Return what is known of each, of the least expected loss first.
+
+        Nothing is of one that fails, or where nobody was replayed, whose costs are zeros.
+        """
+        draws, judged = self.draws, self.judged
+        field, loss, shares = judged.field, judged.loss, judged.p_best
+        cost = draws.here[:, :, judged.column]
+        order = np.lexsort((loss, ~field)).tolist()
+        quantiles = np.quantile(cost, STANDING_SHARES, axis=0, method="inverted_cdf")
+        return tuple(
+            Standing(
+                draws.settings[i],
+                tuple(quantiles[:, i].tolist()),
+                draws.p_slos_met(draws.here[:, i]),
+                draws.p_sustained(i),
+                float(shares[i]) if field[i] else None,
+                float(loss[i]) if field[i] else None,
+            )
+            for i in order
+            if (np.isfinite(quantiles[:, i]) & (quantiles[:, i] > 0)).all()
+        )
+
+    def _least(self) -> tuple[int, list[int]]:
+        """Return who loses least, and who loses no more that would matter.
+
+        Among the same the current one, then the smallest.
+        """
+        loss, field, now = self.judged.loss, self.judged.field, self._now
+        least = float(loss[field].min())
+        same = [int(i) for i in np.flatnonzero(field) if loss[i] <= least + TIE_LOSS]
+        first = now if now in same else min(same, key=lambda i: self.draws.settings[i])
+        return first, same
+
+    def contenders(
+        self, most: int = MAX_CONTENDERS, share: float = CONTENDS
+    ) -> list[EngineLimits]:
+        """Return who may yet be the best, the likeliest first, and the current one last.
+
+        At most so many, who are the best in so large a share of the draws, then of the least
+        expected loss. At least one other than the current one, as long as there is any. By a
+        rate many settings are the same that bear the load: the smallest of them is the first.
+        """
+        settings, judged, now = self.draws.settings, self.judged, self._now
+        alive: Bools = np.asarray(np.isfinite(self.draws.values).any(axis=0))
+        shares = judged.p_best
+        order = [int(i) for i in np.lexsort((judged.loss, -shares)) if i != now and alive[i]]
+        # Among fewer there may be nobody left beside whom it shows who does not bear the load.
+        bears = who_bears(self.draws, self.confidence)
+        order = [i for i in order if bears[i]] or order
+        inside = [i for i in order if shares[i] >= share] or order[:1]
+        _, same = self._least()
+        if is_rate(judged.metric) and (others := [i for i in same if i != now]):
+            smallest = min(others, key=lambda i: settings[i])
+            inside = [smallest, *(i for i in inside if i != smallest)]
+        return [*(settings[i] for i in inside[:most]), self.current]
+
+    @cached_property
+    def regret(self) -> float:
+        """What is lost in expectation by what would be recommended now, as a share.
+
+        Against whoever is the best in each draw: what it would be worth to know everything.
+
+        Source: expected value of perfect information, Raiffa & Schlaifer, Applied Statistical
+            Decision Theory, chapter 4.
+        """
+        winner = self.draws.settings.index(self.decide().winner)
+        return float(self.judged.loss[winner])
+
+    def saved_by_a_round(self, replayed: Sequence[EngineLimits]) -> float:
+        """Return what another round of live replays is expected to save, as a share.
+
+        By what would be recommended after each of the outcomes that it may have. What replays
+        do not tell, as how a model of speed is off, stays as open as it is.
+
+        Source: expected value of sample information, Raiffa & Schlaifer, Applied Statistical
+            Decision Theory, chapter 5.
+        """
+        draws = self.draws
+        if not draws.learnable:
+            return 0.0
+        places = [draws.settings.index(limits) for limits in replayed]
+        half = np.random.default_rng(0).standard_normal((LOOKS // 2, len(places)))
+        shown = np.concatenate([half, -half])
+        logs = np.zeros((LOOKS, *draws.here.shape))
+        for told in draws.learnable:
+            root, shares = told.effects.by_a_round(places)
+            # Around each outcome less is open than now.
+            nearer = (shares - 1.0) * (told.off - told.effects.mean)
+            logs[:, :, :, told.column] = nearer + (shown @ root.T)[:, None, :]
+        after = [replace(self, draws=draws.moved(each)).regret for each in logs]
+        return max(0.0, self.regret - float(np.mean(after)))
+
+
+def criterion(
+    draws: Draws, confidence: float = CONFIDENCE, current: EngineLimits | None = None
+) -> tuple[Bools, int, str]:
+    """Return who may be recommended, by what of the draws they are judged, and its name.
+
+    Where nobody surely keeps the SLOs and nobody is further from them than the current
+    setting is, whoever is as close is judged by what is optimised.
+
+    Shapes: [settings].
+    """
+    bears, used = who_bears(draws, confidence), draws.here[:, :, SLO]
+    field: Bools = bears & ((used <= 1.0).mean(axis=0) >= confidence)
+    if field.any():
+        return field, COST, draws.metric
+    loss = losses(used, bears)
+    least = bears & (loss <= loss[bears].min() + TIE_LOSS)
+    if current is not None and least[draws.settings.index(current)] and least.sum() > 1:
+        return least, COST, draws.metric
+    return bears, SLO, WORST_SLACK
+
+
+def who_bears(draws: Draws, confidence: float) -> Bools:
+    """Return who may be recommended for the load.
+
+    Who surely does not sustain it may not be where another surely does that is likely
+    nearer to its bounds, whichever of both those are: a queue that grows twice as fast as
+    it is served is no price for an SLO that is just missed.
+
+    Shapes: [settings].
+    """
+    used = draws.here[:, :, [SLO, LOAD]].max(axis=2)
+    sustains = (draws.here[:, :, LOAD] <= 1.0).mean(axis=0)
+    # Who may keep the SLOs is asked for with less; that is no surer of the load.
+    surely = max(confidence, 1 - confidence)
+    sure = sustains >= surely
+    if not sure.any():
+        return np.ones(len(draws.settings), dtype=np.bool_)
+    nearest = used[:, sure].min(axis=1, keepdims=True)
+    may = (sustains > 1 - surely) | ((used > nearest).mean(axis=0) <= LIKELY)
+    # Asked for no more than an even chance one surely does and surely does not.
+    bears: Bools = sure | may
+    return bears
+
+
+def odds_of(
+    draws: Draws, pair: list[int], elsewhere: Floats, column: int, confidence: float
+) -> Odds:
+    """Return how sure it is that the first of a pair is better than the second.
+
+    `elsewhere` is what other traffic makes of the two, [draws, 2, 3].
+    """
+    here = draws.here[:, pair]
+    cost, its = charged(here, column).T
+    with np.errstate(divide="ignore", invalid="ignore"):
+        loss = np.nan_to_num(its / cost - 1, nan=0.0, posinf=MAX_LOSS)
+    p_better = float(is_better(here, column).mean())
+    # What is more probably kept than it was, and surely: the SLOs, and the load.
+    kept = (here[:, :, [SLO, LOAD]] <= 1.0).mean(axis=0)
+    slos, load = (kept[0] >= confidence) & (1 - kept[1] > MISSED * (1 - confidence))
+    return Odds(
+        p_better,
+        draws.p_slos_met(here[:, 0]),
+        draws.p_sustained(pair[0]),
+        max(0.0, float(np.minimum(loss, MAX_LOSS).mean())),
+        float(is_better(elsewhere, column).mean()),
+        meets_more=bool(slos or (load and p_better >= confidence)),
+        basis=draws.basis,
+        confidence=confidence,
+        open_ratio=open_of(ratio_of(here[:, :, column])),
+        p_slo_elsewhere=draws.p_slos_met(elsewhere[:, 0]),
+        cost_elsewhere=mean_cost(elsewhere, column),
+    )
+
+
+def beside(
+    ours: Draws, theirs: Draws, confidence: float = CONFIDENCE
+) -> tuple[Odds, str, Estimate | None]:
+    """Return how sure one setting is better than one of another engine, and by how much.
+
+    Of draws that both share, each of one setting. Between them stands by what they are
+    judged; the ratio is that on other traffic.
+    """
+    here = np.concatenate([ours.here, theirs.here], axis=1)
+    parts = [draws.elsewhere(draws.settings) for draws in (ours, theirs)]
+    elsewhere = np.concatenate(parts, axis=1)
+    settings = (*ours.settings, *theirs.settings)
+    pair = replace(ours, settings=settings, here=here, learnable=())
+    _, column, metric = criterion(pair, confidence)
+    odds = odds_of(pair, [0, 1], elsewhere, column, confidence)
+    return odds, metric, ratio_of(elsewhere[:, :, column])
