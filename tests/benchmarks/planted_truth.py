@@ -2,6 +2,7 @@
 
     python tests/benchmarks/planted_truth.py --traces DIR --cache DIR --runs 200 -o results.json
     python tests/benchmarks/planted_truth.py --asynchronous --traces DIR --cache DIR --runs 200
+    python tests/benchmarks/planted_truth.py --budget 265 --traces DIR --cache DIR --runs 200
     python tests/benchmarks/planted_truth.py --only 3 --cache DIR
 
 A case is a slice of a recording, a machine, its mood, a load, a KV cache, SLOs or none, and a
@@ -10,9 +11,10 @@ current configuration (`support/planted_cases.py`). The machine schedules as vLL
 noise, stalls and bursts of other work (`support/planted_machine.py`). With --asynchronous every
 machine is a GPU whose host launches the next batch while one is computed, as vLLM's does by
 default: slower than the device where it launches without a graph. A run is the whole of
-`tune` on it, with a seed of its own, on time that the engine alone moves. The truth is the
-whole traffic at every setting on the machine at its mean speed; what is said to hold at any
-speed, or least, holds 2 % above and below it too, since near overload one replay is chaotic.
+`tune` on it, with a seed of its own, on time that the engine alone moves; how long it may take
+is drawn with the case unless --budget says it. The truth is the whole traffic at every setting
+on the machine at its mean speed; what is said to hold at any speed, or least, holds 2 % above
+and below it too, since near overload one replay is chaotic.
 
 Shares have Wilson intervals, means and quantiles are of cases drawn again, all of 90 %. Runs of
 one case have something in common, which the intervals of shares leave out. DIR holds recordings
@@ -247,6 +249,8 @@ def run_all(args: argparse.Namespace, numbers: Sequence[int]) -> None:
         seed = args.seed + number // len(numbers)
         truth = truths.get(case.name) or Truth.of(case, args.cache)
         truths[case.name] = truth
+        if args.budget is not None:
+            truth.case = replace(truth.case, budget_s=args.budget)
         row = judged_run(truth, seed, Printer() if args.only is not None else None)
         truth.keep()
         rows.append(row)
@@ -307,6 +311,7 @@ def main() -> None:
     parser.add_argument("--asynchronous", action="store_true")
     parser.add_argument("--first", type=int, default=0, help="the number of the first case")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--budget", type=float, metavar="S", help="of all runs, not the drawn")
     parser.add_argument("--most-s", type=float, default=float("inf"))
     parser.add_argument("--cache", type=Path)
     parser.add_argument("--also", type=Path, action="append", help="count these results too")
