@@ -68,7 +68,7 @@ def test_comments_carry_what_a_reader_needs_years_later() -> None:
         ),
         (
             "worst SLO slack",
-            "decided by the share of its tightest SLO that is used: -20.0% "
+            "decided by the share of its tightest bound that is used: -20.0% "
             "(90% interval -25.0% … -15.0% over this)",
         ),
     ],

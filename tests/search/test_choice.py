@@ -231,6 +231,17 @@ def test_where_nothing_sustains_the_load_the_slos_still_count() -> None:
     assert found.odds.p_better > 0.9
 
 
+def test_a_load_that_is_missed_for_good_is_not_kept_for_an_slo_that_may_be_missed() -> None:
+    """The current one keeps the SLO and its queue grows; another likely keeps both."""
+    now = score(11.0, slo=0.95, load=1.12)
+    found = decided(now, score(4.0, slo=0.99, load=0.9), error=0.01, common=0.01)
+    assert (found.verdict, found.winner) == (RaceVerdict.CHANGE, OTHER)
+    assert not_none(not_none(found.odds).p_slo) < 0.9
+    # What may be the better one is no reason where it uses more of its bounds.
+    far = decided(now, score(4.0, slo=1.2, load=0.9), error=0.01, common=0.01)
+    assert far.verdict is RaceVerdict.KEEP
+
+
 def test_of_bounds_only_those_are_named_that_are_kept() -> None:
     """The current one breaks both; the other bears the load and still breaks the SLO."""
     found = decided(score(20.0, slo=4.0, load=1.4), score(3.0, slo=1.5, load=0.5))

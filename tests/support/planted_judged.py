@@ -16,7 +16,7 @@ from tuner.run.listener import Listener
 from tuner.run.options import TuningOptions
 from tuner.run.result import RunResult, read_result
 from tuner.run.tune import tune
-from tuner.search.objective import MISSED_LOAD, Score, Tier, moved, moved_bounds
+from tuner.search.objective import MISSED_LOAD, WORST_SLACK, Score, Tier, moved, moved_bounds
 
 # What makes a change worth its trouble: as in `tune check`.
 PAYS_RATIO = 0.05
@@ -155,9 +155,18 @@ def _charged(score: Score, other: Score) -> float:
 
 
 def _gain(truth: Truth, limits: EngineLimits, metric: str) -> float | None:
-    """Return the true gain by a metric as a run names it."""
-    mine, its = (truth.value(of, metric) for of in (limits, truth.case.current))
-    return None if not mine or not its else moved(metric, mine / its - 1)
+    """Return the true gain by a metric as a run names it.
+
+    Bounds are the load's too where one of the two sustains it.
+    """
+    pair = (limits, truth.case.current)
+    mine, its = (truth.value(of, metric) for of in pair)
+    loads = [truth.score(of).load_used or 0.0 for of in pair]
+    if not mine or not its:
+        return None
+    if metric == WORST_SLACK and min(loads) <= 1:
+        mine, its = (max(used) for used in zip((mine, its), loads, strict=True))
+    return moved(metric, mine / its - 1)
 
 
 @dataclass(frozen=True, slots=True)

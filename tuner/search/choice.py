@@ -22,12 +22,12 @@ from tuner.search.judging import (
     TIE_LOSS,
     Judged,
     charged,
+    gain_of,
     is_better,
     is_sure,
     losses,
     mean_cost,
     open_of,
-    ratio_of,
     why_of,
 )
 from tuner.search.objective import WORST_SLACK, is_rate
@@ -101,13 +101,12 @@ class Choice:
             if is_sure(found[1]):
                 best, (elsewhere, odds) = first, found
         is_change, is_same = best != now and is_sure(odds), best == now
-        here = self.draws.here[:, [best, now], column]
         return RaceDecision(
             verdict=RaceVerdict.CHANGE if is_change else RaceVerdict.KEEP,
             winner=settings[best] if is_change else self.current,
             best=settings[best],
             tied=tuple(sorted(settings[i] for i in tied)),
-            gain=None if is_same else ratio_of(elsewhere[:, :, column]),
+            gain=None if is_same else gain_of(elsewhere, column),
             rounds=rounds,
             why=why_of(
                 odds,
@@ -116,7 +115,7 @@ class Choice:
                 may_rival_be=bool(judged.field[rival]),
             ),
             metric=judged.metric,
-            gain_here=None if is_same else ratio_of(here),
+            gain_here=None if is_same else gain_of(self.draws.here[:, [best, now]], column),
             is_predicted=not rounds and self.draws.basis != LIVE_ALONE,
             odds=odds,
             standings=self._standings(),
@@ -311,7 +310,7 @@ def odds_of(
         meets_more=bool(slos or (load and p_better >= confidence)),
         basis=draws.basis,
         confidence=confidence,
-        open_ratio=open_of(ratio_of(here[:, :, column])),
+        open_ratio=open_of(gain_of(here, column)),
         p_slo_elsewhere=draws.p_slos_met(elsewhere[:, 0]),
         cost_elsewhere=mean_cost(elsewhere, column),
     )
@@ -332,4 +331,4 @@ def beside(
     pair = replace(ours, settings=settings, here=here, learnable=())
     _, column, metric = criterion(pair, confidence)
     odds = odds_of(pair, [0, 1], elsewhere, column, confidence)
-    return odds, metric, ratio_of(elsewhere[:, :, column])
+    return odds, metric, gain_of(elsewhere, column)

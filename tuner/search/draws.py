@@ -18,7 +18,7 @@ import numpy as np
 
 from tuner.engine.limits import EngineLimits
 from tuner.search.effects import Effects
-from tuner.search.judging import COST, LOAD, SLO, ratio_of
+from tuner.search.judging import COST, LOAD, SLO, gain_of
 from tuner.search.objective import WORST_SLACK, Score, Tier
 from tuner.search.race import CONFIDENCE, OTHER_TRAFFIC
 from tuner.stats import Estimate, Floats, student_quantile
@@ -175,7 +175,7 @@ class Draws:
         column = SLO if metric == WORST_SLACK else COST
         pair = [self.settings.index(setting), self.settings.index(other)]
         elsewhere = self.elsewhere((setting, other))
-        return ratio_of(elsewhere[:, :, column]), ratio_of(self.here[:, pair, column])
+        return gain_of(elsewhere, column), gain_of(self.here[:, pair], column)
 
     def moved(self, logs: Floats) -> Self:
         """Return the draws moved. Shapes: logs is [draws, settings, 3]."""

@@ -91,27 +91,45 @@ def mean_cost(pair: Floats, column: int) -> float | None:
 def charged(drawn: Floats, column: int, field: Bools | None = None) -> Floats:
     """Return what settings cost, with what it costs not to sustain what one of the field does.
 
+    By an SLO that is as much of the load as is used up, where that is more: a queue that grows
+    for good is no price for an SLO that is just missed.
+
     Shapes: drawn is [draws, settings, 3], field [settings], found [draws, settings].
     """
-    cost = drawn[:, :, column]
-    if column != COST:
-        return cost
-    over = drawn[:, :, LOAD] - 1.0
+    cost, over = drawn[:, :, column], drawn[:, :, LOAD] - 1.0
     sustains = over <= 0 if field is None else (over <= 0) & field
+    charged: Floats
+    if column != COST:
+        is_sustained = (sustains.mean(axis=0) > LIKELY).any()
+        charged = np.maximum(cost, drawn[:, :, LOAD]) if is_sustained else cost
+        return charged
     missed = (over > 0) & sustains.any(axis=1, keepdims=True)
-    charged: Floats = np.where(missed, cost * (1 + np.maximum(over, MISSED_LOAD)), cost)
+    charged = np.where(missed, cost * (1 + np.maximum(over, MISSED_LOAD)), cost)
     return charged
+
+
+def gain_of(pair: Floats, column: int) -> Estimate | None:
+    """Return what the first costs over the second, with its interval; None without end.
+
+    What a missed load costs is in none of it where settings are judged by what is optimised.
+
+    Shapes: pair is [draws, 2, 3].
+    """
+    return ratio_of(pair[:, :, COST] if column == COST else charged(pair, column))
 
 
 def is_better(pair: Floats, column: int) -> Bools:
     """Return in which draws the first is better: it alone keeps its SLOs, or costs less.
 
+    Judged by its bounds it is if it uses less of them.
+
     Shapes: pair is [draws, 2, 3].
     """
     ours, theirs = (pair[:, :, SLO] <= 1.0).T
     cost, its = charged(pair, column).T
-    better: Bools = (ours & ~theirs) | ((ours == theirs) & (cost < its))
-    return better
+    is_less: Bools = cost < its
+    better: Bools = (ours & ~theirs) | ((ours == theirs) & is_less)
+    return is_less if column != COST else better
 
 
 def why_of(odds: Odds, confidence: float, *, is_same: bool, may_rival_be: bool = True) -> str:

@@ -72,9 +72,9 @@ def named(metric: str) -> str:
     """Return a metric as sentences name it: what SLOs leave in words, others as they are.
 
     >>> named(WORST_SLACK), named("e2e_p99")
-    ('the share of its tightest SLO that is used', 'e2e_p99')
+    ('the share of its tightest bound that is used', 'e2e_p99')
     """
-    return "the share of its tightest SLO that is used" if metric == WORST_SLACK else metric
+    return "the share of its tightest bound that is used" if metric == WORST_SLACK else metric
 
 
 def is_rate(metric: str) -> bool:

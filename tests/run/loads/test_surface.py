@@ -107,4 +107,4 @@ def test_one_metric_is_told_of_a_load_with_its_values_and_their_ratio(
         assert told["value"] == one.score(one.decision.best).value_of(metric)
         assert told["current_value"] == one.score(CURRENT).value_of(metric)
         assert told["current_value"] > told["value"] > 0
-    assert by_slo.why.startswith("by the share of its tightest SLO that is used: ")
+    assert by_slo.why.startswith("by the share of its tightest bound that is used: ")

@@ -302,7 +302,7 @@ def _no_gain(metric: str, gain: float | None) -> str:
     >>> _no_gain("requests_per_s", -0.01)
     'moves requests_per_s by +1.0%: under 2%'
     >>> _no_gain(WORST_SLACK, 2.8)
-    'moves the share of its tightest SLO that is used by +280.0%: no gain'
+    'moves the share of its tightest bound that is used by +280.0%: no gain'
     >>> _no_gain("e2e_p99", -0.3)
     'moves e2e_p99 by -30.0% and keeps fewer of the bounds'
     """
