@@ -118,9 +118,9 @@ def test_what_batches_take_the_device_is_learnt_though_the_host_notices_late(
     for rows in (batches.is_decode_only, ~batches.is_decode_only):
         found_s = learnt().predict_s(batches)[rows].sum()
         assert found_s == pytest.approx(true_s[rows].sum(), rel=0.015)
-    # Without it the long steps are taken for stalls and the short ones believed.
+    # Without it the host's time is taken for the device's, and the short steps are believed.
     found_s = learnt(knows_late=False).predict_s(batches).sum()
-    assert found_s / true_s.sum() - 1 < -0.03
+    assert abs(found_s / true_s.sum() - 1) > 0.03
 
 
 def test_what_launching_takes_the_host_is_learnt() -> None:
