@@ -213,6 +213,7 @@ def test_a_caller_stops_a_replay_and_the_next_one_goes_on(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_run_finds_the_gain_that_was_planted() -> None:
     """A cap of 2 leaves most of the machine idle, beyond every mood."""
     case = PlantedCase(
@@ -264,6 +265,7 @@ def test_of_whole_runs_on_cases_that_no_rule_has_seen_none_is_far_off(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_where_the_kv_cache_binds_each_setting_is_judged_by_blocks_of_its_own() -> None:
     """The largest token budget leaves a quarter of the blocks less than the current one does.
 
