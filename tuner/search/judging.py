@@ -91,8 +91,8 @@ def mean_cost(pair: Floats, column: int) -> float | None:
 def charged(drawn: Floats, column: int, field: Bools | None = None) -> Floats:
     """Return what settings cost, with what it costs not to sustain what one of the field does.
 
-    By an SLO that is as much of the load as is used up, where that is more: a queue that grows
-    for good is no price for an SLO that is just missed.
+    By an SLO that is as much of the load as is used up, where that is more and a setting of the
+    field likely keeps both: a queue that grows for good is no price for what is kept anyhow.
 
     Shapes: drawn is [draws, settings, 3], field [settings], found [draws, settings].
     """
@@ -100,8 +100,9 @@ def charged(drawn: Floats, column: int, field: Bools | None = None) -> Floats:
     sustains = over <= 0 if field is None else (over <= 0) & field
     charged: Floats
     if column != COST:
-        is_sustained = (sustains.mean(axis=0) > LIKELY).any()
-        charged = np.maximum(cost, drawn[:, :, LOAD]) if is_sustained else cost
+        keeps_both = (sustains & (drawn[:, :, SLO] <= 1.0)).mean(axis=0)
+        is_to_be_had = (keeps_both > LIKELY).any()
+        charged = np.maximum(cost, drawn[:, :, LOAD]) if is_to_be_had else cost
         return charged
     missed = (over > 0) & sustains.any(axis=1, keepdims=True)
     charged = np.where(missed, cost * (1 + np.maximum(over, MISSED_LOAD)), cost)
