@@ -23,6 +23,10 @@ PAYS_RATIO = 0.05
 INFEASIBLE = "nothing feasible"
 
 
+# What a run may think to be met that truly is not: ours, as in `SPEEDS`.
+NEAR_SLO = 0.02
+
+
 @dataclass(frozen=True, slots=True)
 class Said:
     """What a run said. Gains are shares of the metric's current value, below 0 for less of it.
@@ -157,15 +161,17 @@ def _charged(score: Score, other: Score) -> float:
 def _gain(truth: Truth, limits: EngineLimits, metric: str) -> float | None:
     """Return the true gain by a metric as a run names it.
 
-    Bounds are the load's too where one of the two sustains it.
+    Bounds are the load's too where one of the two bears it and, within NEAR_SLO, keeps its SLO.
     """
     pair = (limits, truth.case.current)
     mine, its = (truth.value(of, metric) for of in pair)
-    loads = [truth.score(of).load_used or 0.0 for of in pair]
     if not mine or not its:
         return None
-    if metric == WORST_SLACK and min(loads) <= 1:
-        mine, its = (max(used) for used in zip((mine, its), loads, strict=True))
+    loads = [truth.score(of).load_used or 0.0 for of in pair]
+    if metric == WORST_SLACK:
+        sides = list(zip((mine, its), loads, strict=True))
+        if any(used <= 1 + NEAR_SLO and load <= 1 for used, load in sides):
+            mine, its = map(max, sides)
     return moved(metric, mine / its - 1)
 
 
