@@ -30,8 +30,8 @@ from tuner.replay.arrivals import Sessions, StaticBatches
 from tuner.replay.loop import Progress, ReplayLog
 from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.replay.timeline import Outcome
-from tuner.shadow import schedule
 from tuner.shadow.prepared import PreparedTrace
+from tuner.shadow.schedule.replay import advance, stop_all
 from tuner.shadow.simulated import SimulatedEngine
 from tuner.shadow.simulator import simulate, tiny_replay
 from tuner.shadow.step_model import StepModel
@@ -66,7 +66,7 @@ def test_no_traffic_has_anything_compiled_but_what_the_warm_up_compiles() -> Non
         first = case.trace.between(0.0, case.trace.due_s[0] + 1e-9)
         for trace in (first, case.trace):
             simulated_case(replace(case, trace=trace))
-    for function in (schedule.advance, schedule.stop_all):
+    for function in (advance, stop_all):
         compiled: Any = function
         assert len(compiled.signatures) <= 1
 

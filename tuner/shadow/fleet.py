@@ -21,9 +21,9 @@ from tuner.files import free_bytes
 from tuner.replay.loop import ReplayLog
 from tuner.replay.plan import ReplayPlan
 from tuner.shadow import routing as r
-from tuner.shadow import schedule as s
 from tuner.shadow.compiled import warms_up
 from tuner.shadow.prepared import PreparedTrace
+from tuner.shadow.schedule import layout as s
 from tuner.shadow.simulated import SimulatedEngine, check_sizes, first_slots
 from tuner.shadow.simulator import Simulation, tiny_replay
 from tuner.stats import Floats, Ints

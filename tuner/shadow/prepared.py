@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from tuner.replay.arrivals import Sessions, StaticBatches, check_arrivals
 from tuner.replay.plan import ReplayPlan
-from tuner.shadow import schedule as s
 from tuner.shadow.compiled import compiled
+from tuner.shadow.schedule import layout as s
 from tuner.stats import Floats
 from tuner.traffic.answers import HeldAnswers, held_answers
 from tuner.traffic.traces import LoadModel, Trace

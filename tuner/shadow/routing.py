@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tuner.shadow import schedule as s
 from tuner.shadow.compiled import compiled, part
+from tuner.shadow.schedule import layout as s
+from tuner.shadow.schedule.arrivals import admit, next_due, wait_for
+from tuner.shadow.schedule.replay import has_work, work_on
 
 # How requests are dealt out: as traffic.reshape.Router.
 ROUND_ROBIN, LEAST_LOADED, PREFIX = range(3)
@@ -122,11 +124,11 @@ def _bring(many, common, fleet, i, until_s):
         c.firsts,
     )
     while x[s.NOW] < until_s and g[s.STATUS] == s.GOES:
-        s.admit(g, x, f, r, q, tr)
-        due_s = s.next_due(g, x, f, tr)
-        if s.has_work(g):
+        admit(g, x, f, r, q, tr)
+        due_s = next_due(g, x, f, tr)
+        if has_work(g):
             fleet.states[i, ENDED_BEFORE] = g[s.ENDED]
-            s.work_on(g, x, w, t, sl, f, r, q, h, log, tr, kv, min(due_s, until_s))
+            work_on(g, x, w, t, sl, f, r, q, h, log, tr, kv, min(due_s, until_s))
         elif due_s >= until_s:
             return
         else:
@@ -340,5 +342,5 @@ def deal_out(many, common, fleet, turns):
         fleet.places[row] = place
         ints[TURN] = (place + 1) % ints[REPLICAS]
         ints[CALLED] += 1
-        s.wait_for(many.g[place], many.ready[place], due_s, row)
+        wait_for(many.g[place], many.ready[place], due_s, row)
     return True

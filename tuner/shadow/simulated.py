@@ -18,8 +18,8 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import SUPPORTED_KV, EngineShape
 from tuner.errors import EngineError, ShadowError
 from tuner.replay.plan import ReplayPlan
-from tuner.shadow import schedule as s
 from tuner.shadow.prepared import PreparedTrace, fixed
+from tuner.shadow.schedule import layout as s
 from tuner.shadow.step_model import StepModel
 from tuner.stats import Floats
 from tuner.traffic.answers import HeldAnswers

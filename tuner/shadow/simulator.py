@@ -22,10 +22,11 @@ from tuner.replay.arrivals import check_priorities
 from tuner.replay.loop import PROGRESS_EVERY_S, Progress, ReplayLog, log_of
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.timeline import Outcome, Timelines
-from tuner.shadow import schedule as s
 from tuner.shadow import simulated
 from tuner.shadow.compiled import warms_up
 from tuner.shadow.prepared import PreparedTrace
+from tuner.shadow.schedule import layout as s
+from tuner.shadow.schedule.replay import advance, stop_all
 from tuner.shadow.simulated import SimulatedEngine, check_sizes, first_slots
 from tuner.shadow.step_model import StepModel
 from tuner.stats import Floats, Ints, WeightedSamples
@@ -33,8 +34,8 @@ from tuner.traffic.prefixes import HashIds
 from tuner.traffic.traces import Trace
 
 # Compiled for the arrays that they are called with.
-_advance: Any = s.advance
-_stop_all: Any = s.stop_all
+_advance: Any = advance
+_stop_all: Any = stop_all
 
 # Turns between two looks at the clock: ours, some hundredths of a second.
 _TURNS: Final = 1 << 16

@@ -1,0 +1,169 @@
+"""Blocks of the KV cache: counted, or with the prefix cache as vLLM keeps it.
+
+Source: vLLM 0.32, vllm/v1/core/kv_cache_manager.py, block_pool.py.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tuner.shadow.schedule import layout as s
+from tuner.shadow.schedule.layout import inlined, inner
+
+# blocks: counted, or with the prefix cache as vLLM keeps it
+
+
+@inner
+def _link(blk, block, before):
+    """Put a block into the free queue behind another."""
+    after = blk[before, s.NEXT_FREE]
+    blk[block, s.NEXT_FREE], blk[block, s.BEFORE_FREE] = after, before
+    blk[before, s.NEXT_FREE] = block
+    blk[after, s.BEFORE_FREE] = block
+
+
+@inner
+def unlink(blk, block):
+    """Take a block out of the free queue."""
+    before, after = blk[block, s.BEFORE_FREE], blk[block, s.NEXT_FREE]
+    blk[before, s.NEXT_FREE] = after
+    blk[after, s.BEFORE_FREE] = before
+
+
+@inner
+def _forget(g, r, kv, block):
+    """Let a block lose its key."""
+    key = kv.keys[block]
+    if key == s.NO_KEY:
+        return
+    kv.keys[block] = s.NO_KEY
+    if key >= 0:
+        first = kv.heads[key]
+        if first == block:
+            kv.heads[key] = kv.pool[block, s.SAME_KEY]
+            return
+    else:
+        own = -2 - key
+        slot = r[own // g[s.WIDTH], s.SLOT_OF]
+        if slot < 0:
+            return
+        at = own % g[s.WIDTH]
+        first = kv.tables[1, slot, at]
+        if first == block:
+            kv.tables[1, slot, at] = kv.pool[block, s.SAME_KEY]
+            return
+    while first >= 0 and kv.pool[first, s.SAME_KEY] != block:
+        first = kv.pool[first, s.SAME_KEY]
+    if first >= 0:
+        kv.pool[first, s.SAME_KEY] = kv.pool[block, s.SAME_KEY]
+
+
+@inner
+def _take_block(g, r, kv):
+    """Return the block that was free for longest, without its key."""
+    sentinel = g[s.ALL_BLOCKS]
+    block = kv.pool[sentinel, s.NEXT_FREE]
+    unlink(kv.pool, block)
+    _forget(g, r, kv, block)
+    kv.pool[block, s.HOLDERS] = 1
+    g[s.FREE] -= 1
+    return block
+
+
+@inner
+def key_at(g, kv, row, at):
+    """Return the key of a request's block: shared with equal beginnings, or its own.
+
+    What it holds of the turn before it has that turn's keys.
+    """
+    end = (at + 1) * g[s.BLOCK]
+    while end <= kv.held[row]:
+        row = kv.before[row]
+    if end <= kv.covered[row]:
+        link = (end - 1) // g[s.RECORDED_BLOCK]
+        first = (link * g[s.RECORDED_BLOCK]) // g[s.BLOCK]
+        return np.int64(kv.links[kv.starts[row] + link]) * g[s.LINK_KEYS] + at - first
+    if end <= kv.reached[row]:
+        return kv.firsts[row] + at
+    return np.int64(-2) - (np.int64(row) * g[s.WIDTH] + at)
+
+
+@inner
+def find_block(g, kv, slot, key):
+    """Return the block that is cached under a key for longest, -1 without one."""
+    if key >= 0:
+        return kv.heads[key]
+    if slot < 0:
+        return -1
+    return kv.tables[1, slot, (-2 - key) % g[s.WIDTH]]
+
+
+@inner
+def _remember(g, kv, slot, block, key):
+    """Give a block its key."""
+    if kv.keys[block] == key:
+        return
+    kv.keys[block] = key
+    kv.pool[block, s.SAME_KEY] = -1
+    last = find_block(g, kv, slot, key)
+    if last < 0:
+        if key >= 0:
+            kv.heads[key] = block
+        else:
+            kv.tables[1, slot, (-2 - key) % g[s.WIDTH]] = block
+        return
+    while kv.pool[last, s.SAME_KEY] >= 0:
+        last = kv.pool[last, s.SAME_KEY]
+    kv.pool[last, s.SAME_KEY] = block
+
+
+@inlined
+def cache_up_to(g, sl, kv, slot, tokens):
+    """Give all blocks that so many tokens fill their keys."""
+    full = tokens // g[s.BLOCK]
+    row = sl[slot, s.ROW]
+    for at in range(sl[slot, s.CACHED], full):
+        key = key_at(g, kv, row, at)
+        _remember(g, kv, slot, kv.tables[0, slot, at], key)
+    sl[slot, s.CACHED] = max(sl[slot, s.CACHED], full)
+
+
+@inlined
+def grow(g, sl, r, kv, slot, blocks):
+    """Let a request hold so many blocks; the caller has seen that they are there."""
+    have = sl[slot, s.BLOCKS]
+    if blocks <= have:
+        return
+    sl[slot, s.BLOCKS] = blocks
+    if g[s.IS_CACHED]:
+        for at in range(have, blocks):
+            kv.tables[0, slot, at] = _take_block(g, r, kv)
+    else:
+        g[s.FREE] -= blocks - have
+
+
+@inlined
+def release(g, sl, kv, slot):
+    """Give back a request's blocks: the last first, those without a key before all others.
+
+    Before KEYLESS_FIRST they wait like others.
+    """
+    if not g[s.IS_CACHED]:
+        g[s.FREE] += sl[slot, s.BLOCKS]
+        sl[slot, s.BLOCKS] = 0
+        return
+    sentinel = g[s.ALL_BLOCKS]
+    front = sentinel
+    for at in range(sl[slot, s.BLOCKS] - 1, -1, -1):
+        block = kv.tables[0, slot, at]
+        kv.pool[block, s.HOLDERS] -= 1
+        if kv.pool[block, s.HOLDERS] > 0:
+            continue
+        g[s.FREE] += 1
+        if g[s.KEYLESS_FIRST] and kv.keys[block] == s.NO_KEY:
+            _link(kv.pool, block, front)
+            front = block
+        else:
+            _link(kv.pool, block, kv.pool[sentinel, s.BEFORE_FREE])
+    sl[slot, s.BLOCKS] = 0
+    sl[slot, s.CACHED] = 0

@@ -1,0 +1,126 @@
+"""Requests that only decode: by the step of their last token, and by when they want a block."""
+
+from __future__ import annotations
+
+from tuner.shadow.schedule import layout as s
+from tuner.shadow.schedule.layout import inlined, inner
+
+# the calendar: decoding requests by the step of their last token, round a circle of steps
+
+
+@inner
+def day_of(g, step):
+    """Return where the first of those stands whose last token a step schedules."""
+    return g[s.AT_CALENDAR] + (step & g[s.LAST_DAY])
+
+
+@inlined
+def _enter(g, w, sl, slot):
+    """Enter a request into the calendar."""
+    day = day_of(g, sl[slot, s.END])
+    first = w[day]
+    sl[slot, s.END_NEXT], sl[slot, s.END_BEFORE] = first, -1
+    if first >= 0:
+        sl[first, s.END_BEFORE] = slot
+    w[day] = slot
+
+
+@inlined
+def _strike(g, w, sl, slot):
+    """Take a request out of the calendar."""
+    before, after = sl[slot, s.END_BEFORE], sl[slot, s.END_NEXT]
+    if before >= 0:
+        sl[before, s.END_NEXT] = after
+    else:
+        w[day_of(g, sl[slot, s.END])] = after
+    if after >= 0:
+        sl[after, s.END_BEFORE] = before
+
+
+# decoding requests, by the phase in which they want a block
+
+
+@inner
+def _phase(g, sl, slot):
+    """Return at which steps, modulo the block size, a decoding request wants a block."""
+    return (sl[slot, s.END] + 2 - sl[slot, s.PROMPT] - sl[slot, s.OUTPUT]) % g[s.BLOCK]
+
+
+@inlined
+def _join_bucket(g, w, sl, slot):
+    phase = _phase(g, sl, slot)
+    w[g[s.AT_PHASES] + phase] += 1
+    if g[s.IS_CACHED]:
+        first = w[g[s.AT_BUCKETS] + phase]
+        sl[slot, s.BUCKET_NEXT], sl[slot, s.BUCKET_BEFORE] = first, -1
+        if first >= 0:
+            sl[first, s.BUCKET_BEFORE] = slot
+        w[g[s.AT_BUCKETS] + phase] = slot
+
+
+@inlined
+def _leave_bucket(g, w, sl, slot):
+    phase = _phase(g, sl, slot)
+    w[g[s.AT_PHASES] + phase] -= 1
+    if g[s.IS_CACHED]:
+        before, after = sl[slot, s.BUCKET_BEFORE], sl[slot, s.BUCKET_NEXT]
+        if before >= 0:
+            sl[before, s.BUCKET_NEXT] = after
+        else:
+            w[g[s.AT_BUCKETS] + phase] = after
+        if after >= 0:
+            sl[after, s.BUCKET_BEFORE] = before
+
+
+@inner
+def _attended(sl, slot):
+    """Return what a decoding request attends to, less the number of the step."""
+    return sl[slot, s.PROMPT] + sl[slot, s.OUTPUT] - 1 - sl[slot, s.END]
+
+
+@inner
+def squares_at(g, step):
+    """Return the sum of squares of what decoding requests attend to in a step."""
+    later = step - g[s.ORIGIN]
+    return g[s.SQUARES] + later * (2 * g[s.CONTEXT] + g[s.DECODING] * (2 * g[s.ORIGIN] + later))
+
+
+@inlined
+def decodes_on(g, w, sl, slot):
+    """Count a request among those that decode, from the next step on."""
+    # Squares of sums of steps would grow beyond an integer.
+    g[s.SQUARES], g[s.ORIGIN] = squares_at(g, g[s.STEP]), g[s.STEP]
+    g[s.DECODING] += 1
+    g[s.CONTEXT] += _attended(sl, slot)
+    g[s.SQUARES] += (_attended(sl, slot) + g[s.ORIGIN]) ** 2
+    _join_bucket(g, w, sl, slot)
+    _enter(g, w, sl, slot)
+
+
+@inlined
+def decodes_no_more(g, w, sl, slot):
+    """Leave a request out of those that decode."""
+    g[s.DECODING] -= 1
+    g[s.CONTEXT] -= _attended(sl, slot)
+    g[s.SQUARES] -= (_attended(sl, slot) + g[s.ORIGIN]) ** 2
+    _leave_bucket(g, w, sl, slot)
+    _strike(g, w, sl, slot)
+    if sl[slot, s.MISSED]:
+        g[s.MISSING] -= 1
+        sl[slot, s.MISSED] = 0
+
+
+@inner
+def computed_before(g, sl, slot):
+    """Return how many tokens of a decoding request are computed before the current step."""
+    return sl[slot, s.PROMPT] + sl[slot, s.OUTPUT] - 2 - (sl[slot, s.END] - g[s.STEP])
+
+
+@inlined
+def held_blocks(g, sl, slot):
+    """Bring the blocks of a request up to date where they are only counted."""
+    if sl[slot, s.STATE] == s.DECODES and not g[s.IS_CACHED]:
+        computed = computed_before(g, sl, slot)
+        if sl[slot, s.END] < g[s.STEP]:
+            computed = sl[slot, s.PROMPT] + sl[slot, s.OUTPUT] - 1
+        sl[slot, s.BLOCKS] = (computed + g[s.BLOCK] - 1) // g[s.BLOCK]

@@ -1,0 +1,149 @@
+"""Where everything stands in the arrays of a replay: what the compiled parts have in common."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from tuner.shadow.compiled import part
+
+# The columns of a slot: what is known of a request that runs or was preempted. END is the step
+# in which its last token is scheduled, ORDER the count of admissions when it began to run,
+# TAKEN what this step schedules of it, MISSED whether the step before left it out.
+(
+    ROW, PROMPT, OUTPUT, ANSWERED, COMPUTED, END, STATE, BLOCKS, ORDER, PLACE, CACHED,
+    TAKEN, END_NEXT, END_BEFORE, BUCKET_NEXT, BUCKET_BEFORE, MISSED, RESUMED, ARRIVAL,
+    SLOT_FIELDS,
+) = range(20)  # fmt: skip
+NOBODY, PREFILLS, DECODES, PREEMPTED = range(4)
+
+# The integers of a replay's state. STEP counts the batches that were scheduled, DONE is the
+# last that was completed; CONTEXT is the sum of what decoding requests attend to, less STEP
+# for each of them, SQUARES that of its squares less ORIGIN, a step of not long ago.
+(
+    STEP, DONE, RUNNING, RUN_LENGTH, DECODING, PREFILLING, LAST_PREFILL, CONTEXT, FREE,
+    QUEUE_HEAD, QUEUE_TAIL, FRONT, WAITING, ORDERS, HELD, TIDY, IN_PIPE, SENT, ENDED,
+    IN_FLIGHT, MISSING, OLDEST, NEXT_LATE, LATE, STUCK, READY, NEXT, GOING, LOGGED,
+    FREE_SLOTS, STATUS, MEASURES, SQUARES, ORIGIN,
+    # Batches without anything; whether this one carries a prompt, and how many with anything
+    # there were by the last that did; whether prompts were left waiting.
+    EMPTY, CARRIES, CARRIED, BACKED_UP,
+    # The first and the last of those who wait before the gate.
+    GATE_HEAD, GATE_TAIL,
+    # What the replay is: constant from here on.
+    CAP, BUDGET, INPUT_BUDGET, THRESHOLD, ADAPTIVE, CHUNKS, RESERVES, WATERMARK, PRIORITY,
+    AHEAD, BLOCK, ALL_BLOCKS, MAX_LENGTH, IS_CACHED, WOULD_CACHE, ARRIVALS, ALLOWED_LATE,
+    KEEPS_LOG, BATCH_SIZE, REQUESTS, RECORDED_BLOCK, LINK_KEYS, SLOTS, WIDTH, TARGETS,
+    KNOTS, LONE, KEYLESS_FIRST, OMITS, YIELDS, INTERVAL, LAST_DAY, GATE_CAP, GATE_ROOM,
+    LED_IN,
+    # Where the parts of the work array begin.
+    AT_RUN, AT_CALENDAR, AT_PHASES, AT_BUCKETS, AT_FRONT, AT_FREE_SLOTS,
+    AT_SINGLES, AT_ENDS, AT_BATCHES, AT_MIXED, AT_KNOTS, AT_FACTORS, FACTOR_ROWS,
+    FACTOR_COLUMNS, AT_LAUNCHES, INTEGERS,
+) = range(91)  # fmt: skip
+
+# The instants and seconds of a replay's state, and the sums over its steps.
+(
+    NOW, BEFORE, FIRST_DUE, PATIENCE, LATE_S, MAX_CLOCK, END_S, BASE_S, SEQ_S, EAGER_S,
+    PREFILL_BASE_S, DECODE_CONTEXT_S, MIXED_CONTEXT_S, SPREAD_S, MIXED_SPREAD_S,
+    PREFILL_CONTEXT_S, TIDY_S, BATCH_WAIT_S, LEAD_S, GATE_WAIT_S,
+    # What launching takes the host: a batch with a prompt in a graph, one without, and for
+    # each sequence and token; when it has launched the newest batch, and whether it noticed the
+    # last one late; when the device has nothing left, and when each batch on its way ends.
+    HOST_MIXED_S, HOST_EAGER_S, HOST_SEQ_S, HOST_TOKEN_S, LAUNCHED, WAS_LATE, DEVICE,
+    ENDS_0, ENDS_1, ENDS_2, ENDS_3, STEPS_N, STEPS_S, HOST_BOUND_S,
+    CACHED_N, PREEMPTED_N, FULLEST, PEAK_RUNNING, PEAK_WAITING,
+    PEAK_USED,
+    # Steps that decode alone: how many, sequences, their squares, seconds, seconds x sequences.
+    ALONE_N, ALONE_SEQS, ALONE_SQUARES, ALONE_S, ALONE_PRODUCT,
+    # The others: how many, sequences, prompt tokens, seconds.
+    MIXED_N, MIXED_SEQS, MIXED_TOKENS, MIXED_S, FLOATS,
+) = range(50)  # fmt: skip
+
+# The columns of a request's instants, of its answer, and of what refers to it.
+DUE, SENT_AT, FIRST, LAST = range(4)
+TOKENS, OUTCOME = range(2)
+QUEUE, SLOT_OF, IS_LATE, AT_GATE, REFERENCES = range(5)
+COMPLETED, REFUSED, TIMED_OUT, ABORTED, UNFINISHED, TURNED_AWAY, TRUNCATED, GOES_ON = range(8)
+
+# How requests arrive.
+OPEN, CAUSAL, CLOSED, BATCHES = range(4)
+
+# The columns of a batch on its way; EVEN counts the requests that were in the batch before too.
+(
+    B_DECODES, B_PREFILL, B_SEQS, B_DECODE_CONTEXT, B_PREFILL_CONTEXT, B_PREEMPTED,
+    B_CACHED, B_RUNNING, B_WAITING, B_USED, B_EVEN, B_SINGLES, B_ENDS, B_SQUARES,
+    BATCH_FIELDS,
+) = range(15)  # fmt: skip
+PIPE = 4  # batches that the arrays hold at once, a power of two: more than are on their way
+
+# The columns of the log: those of engine.steps.StepColumns, of which two are in blocks here.
+LOG_FIELDS, USED_COLUMNS = 16, (10, 11)
+# Histograms: gaps between tokens, steps that decode alone, running, waiting, used blocks.
+GAPS, DECODE_STEPS, H_RUNNING, H_WAITING, H_USED, HISTOGRAMS = range(6)
+# A bin for each key of stats.LogHistogram from 2^-33 to 2^26, those at the ends hold what lies
+# beyond. Each has a weight and a total. Behind them stands a mark for each stretch of bins,
+# whether any of it was counted.
+BIN_SHIFT, STRETCH_SHIFT = 41, 6
+LOWEST_KEY, BINS = (1023 - 33) << 11, 59 << 11
+ROOM = 2 * BINS + (BINS >> STRETCH_SHIFT)
+BIN_RATIO = 2.0**-11
+
+# The columns of a block: its neighbours in the free queue, who holds it, and the next with
+# the same key.
+NEXT_FREE, BEFORE_FREE, HOLDERS, SAME_KEY, BLOCK_FIELDS = range(5)
+NO_KEY = -1
+
+GOES, ENDED_WELL, NEEDS_CACHE, IS_STUCK, LOST_WORK, LATE_CUT, CLOCK_CUT, NO_SLOT = range(8)
+STUCK_TURNS = 10_000
+
+
+class Requests(NamedTuple):
+    """What is replayed, and who waits for whose answer.
+
+    `ready` is a heap of due time and row of the sessions' requests that may go; the followers
+    of a row stand from follows[row] to follows[row + 1]; `targets` are the times and numbers of
+    requests that a closed loop holds in flight.
+
+    Shapes: prompts, outputs and pauses_s are [n], priorities [n] or [0], ready [n, 2], follows
+        [n + 1], targets [changes, 2].
+    Units: tokens, seconds.
+    """
+
+    prompts: Any
+    outputs: Any
+    priorities: Any
+    ready: Any
+    follows: Any
+    followers: Any
+    pauses_s: Any
+    targets: Any
+
+
+class Cache(NamedTuple):
+    """The blocks of the KV cache, where blocks are more than a number.
+
+    `tables` hold the blocks of each slot, and then those that it alone can find again. `heads`
+    has for each key that requests share the block that has it for longest; a beginning of a
+    prompt is numbered in `links`, from starts[row] on, for the first covered[row] tokens. The
+    first held[row] tokens of a prompt are the prompt and the answer of row before[row]. Others
+    hold the first reached[row] tokens of a row; what of these is in no numbered beginning has
+    keys from firsts[row] on.
+
+    Shapes: pool is [blocks + 1, BLOCK_FIELDS], keys [blocks + 1], tables [2, slots, width].
+    """
+
+    pool: Any
+    keys: Any
+    tables: Any
+    heads: Any
+    links: Any
+    starts: Any
+    covered: Any
+    before: Any
+    held: Any
+    reached: Any
+    firsts: Any
+
+
+inner = part()
+inlined = part(is_inlined=True)

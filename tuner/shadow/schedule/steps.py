@@ -1,0 +1,437 @@
+"""What a step computes: who runs on, who is admitted, and who has to give way.
+
+Source: vLLM 0.32, vllm/v1/core/sched/scheduler.py, async_scheduler.py.
+"""
+
+from __future__ import annotations
+
+from tuner.shadow.schedule import layout as s
+from tuner.shadow.schedule.batches import (
+    add_end,
+    add_single,
+    batch_at,
+    let_end,
+    preempt,
+    split_off,
+)
+from tuner.shadow.schedule.blocks import cache_up_to, find_block, grow, key_at, unlink
+from tuner.shadow.schedule.decoding import (
+    computed_before,
+    decodes_no_more,
+    decodes_on,
+    held_blocks,
+    squares_at,
+)
+from tuner.shadow.schedule.layout import inlined, inner
+from tuner.shadow.schedule.waiting import (
+    compact,
+    head_of_queue,
+    is_before,
+    leave_front,
+    new_slot,
+    start_running,
+)
+
+
+@inlined
+def _threshold(g):
+    """Return how much of a long prompt a step computes while others want to run; 0: all."""
+    eligible = g[s.RUNNING] + g[s.WAITING]
+    if g[s.THRESHOLD] <= 0 or eligible <= g[s.LONE]:
+        return 0
+    if g[s.ADAPTIVE]:
+        return max(g[s.THRESHOLD], g[s.INPUT_BUDGET] // eligible)
+    return g[s.THRESHOLD]
+
+
+@inner
+def _defers(g):
+    """Whether this step leaves prompts out, so that those who decode have it to themselves."""
+    executed = g[s.STEP] - g[s.EMPTY]
+    return (
+        g[s.INTERVAL] > 1
+        and not g[s.BACKED_UP]
+        and executed + 1 - g[s.CARRIED] < g[s.INTERVAL]
+        and g[s.RUNNING] > g[s.PREFILLING]
+    )
+
+
+@inlined
+def _count_in(w, batch, is_decode, before, tokens):
+    """Note what a request adds to a batch."""
+    if is_decode:
+        w[batch + s.B_DECODES] += 1
+        w[batch + s.B_DECODE_CONTEXT] += before + tokens
+        w[batch + s.B_SQUARES] += (before + tokens) ** 2
+    else:
+        w[batch + s.B_PREFILL] += tokens
+        w[batch + s.B_SEQS] += 1
+        w[batch + s.B_PREFILL_CONTEXT] += tokens * before + tokens * (tokens + 1) // 2
+
+
+@inlined
+def _prefilled(g, w, sl, slot):
+    """Take note of what a request has computed of its prompt; its first token may follow."""
+    step = g[s.STEP]
+    if sl[slot, s.COMPUTED] < sl[slot, s.PROMPT] + sl[slot, s.ANSWERED]:
+        return False
+    sl[slot, s.END] = step + sl[slot, s.OUTPUT] - sl[slot, s.ANSWERED] - 1
+    sl[slot, s.STATE] = s.DECODES
+    add_single(g, w, sl, step, slot)
+    if sl[slot, s.END] > step:
+        decodes_on(g, w, sl, slot)
+    else:
+        add_end(g, w, sl, step, slot)
+    return True
+
+
+@inner
+def _hits(g, kv, row, slot, tokens):
+    """Return how many blocks of a request are cached, and how many of those nobody holds."""
+    hits = idle = 0
+    for at in range((tokens - 1) // g[s.BLOCK]):
+        key = key_at(g, kv, row, at)
+        block = find_block(g, kv, slot, key)
+        if block < 0:
+            break
+        hits += 1
+        if kv.pool[block, s.HOLDERS] == 0:
+            idle += 1
+    return hits, idle
+
+
+@inner
+def _adopt(g, sl, kv, slot, hits):
+    """Let a request hold the cached blocks that it begins with."""
+    row = sl[slot, s.ROW]
+    for at in range(hits):
+        key = key_at(g, kv, row, at)
+        block = find_block(g, kv, slot, key)
+        if kv.pool[block, s.HOLDERS] == 0:
+            unlink(kv.pool, block)
+            g[s.FREE] -= 1
+        kv.pool[block, s.HOLDERS] += 1
+        kv.tables[0, slot, at] = block
+    sl[slot, s.BLOCKS] = sl[slot, s.CACHED] = hits
+
+
+@inlined
+def _admit_waiting(g, w, sl, r, q, tr, kv, budget, threshold, defers):
+    """Let those run who wait, as long as cap, budget and blocks allow; return if any did."""
+    batch, block, any_admitted = batch_at(g, g[s.STEP]), g[s.BLOCK], False
+    while budget > 0 and g[s.WAITING] > 0 and g[s.RUNNING] < g[s.CAP]:
+        where = head_of_queue(g, w, sl, r, q, tr)
+        slot = w[g[s.AT_FRONT] + where] if where >= 0 else -1
+        row = sl[slot, s.ROW] if where >= 0 else r[-1 - where, s.QUEUE]
+        answered = sl[slot, s.ANSWERED] if where >= 0 else 0
+        tokens = tr.prompts[row] + answered
+        hits = idle = 0
+        if g[s.IS_CACHED]:
+            hits, idle = _hits(g, kv, row, slot, tokens)
+        before = hits * block
+        if defers and before < tokens - 1:
+            break
+        wanted = tokens - before
+        if 0 < threshold < wanted:
+            wanted = threshold
+        if not g[s.CHUNKS] and wanted > budget:
+            break
+        wanted = min(wanted, budget)
+        spare = g[s.FREE] + hits - idle - (g[s.WATERMARK] if g[s.RUNNING] > 0 else 0)
+        if g[s.RESERVES] and (tokens + block - 1) // block > spare:
+            break
+        needed = (before + wanted + block - 1) // block
+        if needed > spare:
+            break
+        if slot < 0:
+            if g[s.FREE_SLOTS] == 0:
+                g[s.STATUS] = s.NO_SLOT
+                break
+            slot = new_slot(g, w, sl, r, kv, tr, row)
+            sl[slot, s.ARRIVAL] = -1 - where
+            r[-1 - where, s.QUEUE] = -1 - row
+        else:
+            leave_front(g, w, where)
+        g[s.WAITING] -= 1
+        if g[s.IS_CACHED]:
+            _adopt(g, sl, kv, slot, hits)
+        grow(g, sl, r, kv, slot, needed)
+        if g[s.IS_CACHED]:
+            cache_up_to(g, sl, kv, slot, before + wanted)
+        start_running(g, w, sl, slot)
+        is_new = not sl[slot, s.RESUMED]
+        _count_in(w, batch, not is_new and answered > 0 and wanted <= 1, before, wanted)
+        if is_new:
+            w[batch + s.B_CACHED] += before
+        if before < tokens - 1:
+            g[s.CARRIES] = 1
+        sl[slot, s.COMPUTED] = before + wanted
+        sl[slot, s.MISSED] = 0
+        if not _prefilled(g, w, sl, slot):
+            sl[slot, s.STATE] = s.PREFILLS
+            g[s.PREFILLING] += 1
+            g[s.LAST_PREFILL] = slot
+        budget -= wanted
+        any_admitted = True
+    return any_admitted
+
+
+@inner
+def _worst(g, w, sl, tr):
+    """Return who is preempted first: the last, or with priorities who matters least."""
+    if not g[s.PRIORITY]:
+        return w[g[s.AT_RUN] + g[s.RUN_LENGTH] - 1]
+    worst = -1
+    for i in range(g[s.RUN_LENGTH]):
+        slot = w[g[s.AT_RUN] + i]
+        if slot >= 0 and (
+            worst < 0
+            or is_before(
+                tr.priorities,
+                sl[worst, s.ROW],
+                sl[worst, s.ARRIVAL],
+                sl[slot, s.ROW],
+                sl[slot, s.ARRIVAL],
+            )
+        ):
+            worst = slot
+    return worst
+
+
+@inner
+def _schedule_running(g, x, w, sl, f, r, tr, kv, threshold, defers):
+    """Schedule running requests one by one in their order; return what is left of the budget.
+
+    Also returns how many were preempted for it. Who is preempted for its own sake ends the
+    step, or where it YIELDS, leaves it to those behind, who may matter more. Where it OMITS,
+    one is left out for each that is preempted of those already passed over.
+    """
+    compact(g, w, sl)
+    for i in range(g[s.RUN_LENGTH]):
+        slot = w[g[s.AT_RUN] + i]
+        sl[slot, s.TAKEN] = 0
+        held_blocks(g, sl, slot)
+    budget, preempted, i, block = g[s.BUDGET], 0, 0, g[s.BLOCK]
+    while i < g[s.RUN_LENGTH] and budget > 0:
+        slot = w[g[s.AT_RUN] + i]
+        i += 1
+        if slot < 0:
+            continue
+        decodes = sl[slot, s.STATE] == s.DECODES
+        if defers and not decodes:
+            continue
+        if decodes:
+            if sl[slot, s.END] < g[s.STEP]:
+                continue
+            before, wanted = computed_before(g, sl, slot), 1
+            known = before + (1 if not g[s.AHEAD] or sl[slot, s.MISSED] else 0)
+        else:
+            before = sl[slot, s.COMPUTED]
+            known = sl[slot, s.PROMPT] + sl[slot, s.ANSWERED]
+            wanted = known - before
+            if 0 < threshold < wanted:
+                wanted = threshold
+            wanted = min(wanted, budget)
+        needed = (before + wanted + block - 1) // block
+        fits, omitted = True, 0
+        while needed - sl[slot, s.BLOCKS] > g[s.FREE]:
+            worst = _worst(g, w, sl, tr)
+            budget += sl[worst, s.TAKEN]
+            if (
+                g[s.OMITS]
+                and sl[worst, s.TAKEN] == 0
+                and sl[worst, s.PLACE] < sl[slot, s.PLACE]
+            ):
+                omitted += 1
+            preempt(g, x, w, sl, f, kv, worst)
+            preempted += 1
+            if worst == slot:
+                fits = False
+                break
+        if not fits:
+            if g[s.YIELDS]:
+                continue
+            break
+        if not decodes:
+            g[s.CARRIES] = 1
+        grow(g, sl, r, kv, slot, needed)
+        if g[s.IS_CACHED]:
+            cache_up_to(g, sl, kv, slot, min(before + wanted, known))
+        sl[slot, s.TAKEN] = wanted
+        budget -= wanted
+        while omitted > 0 and i < g[s.RUN_LENGTH]:
+            omitted -= w[g[s.AT_RUN] + i] >= 0
+            i += 1
+    return budget, preempted
+
+
+@inner
+def _note_running(g, x, w, sl, f, kv):
+    """Take note of what was scheduled of each running request, and of who was left out."""
+    step = g[s.STEP]
+    batch = batch_at(g, step)
+    for i in range(g[s.RUN_LENGTH]):
+        slot = w[g[s.AT_RUN] + i]
+        if slot < 0:
+            continue
+        taken = sl[slot, s.TAKEN]
+        if sl[slot, s.STATE] == s.DECODES:
+            if sl[slot, s.END] < step:
+                continue
+            if taken:
+                _count_in(w, batch, s.DECODES, computed_before(g, sl, slot), 1)
+                if sl[slot, s.MISSED]:
+                    sl[slot, s.MISSED] = 0
+                    g[s.MISSING] -= 1
+                    add_single(g, w, sl, step, slot)
+                else:
+                    w[batch + s.B_EVEN] += 1
+                continue
+            split_off(g, x, w, sl, f, slot)
+            if g[s.AHEAD] and g[s.IS_CACHED] and not sl[slot, s.MISSED]:
+                cache_up_to(g, sl, kv, slot, computed_before(g, sl, slot))
+            decodes_no_more(g, w, sl, slot)
+            sl[slot, s.END] += 1
+            sl[slot, s.MISSED] = 1
+            g[s.MISSING] += 1
+            decodes_on(g, w, sl, slot)
+        elif taken:
+            before = sl[slot, s.COMPUTED]
+            is_decode = sl[slot, s.ANSWERED] > 0 and taken <= 1
+            _count_in(w, batch, is_decode, before, taken)
+            sl[slot, s.COMPUTED] = before + taken
+            if _prefilled(g, w, sl, slot):
+                g[s.PREFILLING] -= 1
+            else:
+                g[s.LAST_PREFILL] = slot
+
+
+@inlined
+def _calm_prefill(g, sl, threshold, defers):
+    """Return how much the only prompt in pieces gets; -1 where their order matters."""
+    if g[s.PREFILLING] == 0 or defers:
+        return 0
+    slot = g[s.LAST_PREFILL]
+    if (
+        g[s.PREFILLING] > 1
+        or sl[slot, s.STATE] != s.PREFILLS
+        or sl[slot, s.ORDER] != g[s.ORDERS] - 1
+    ):
+        return -1
+    wanted = sl[slot, s.PROMPT] + sl[slot, s.ANSWERED] - sl[slot, s.COMPUTED]
+    if 0 < threshold < wanted:
+        wanted = threshold
+    return min(wanted, g[s.BUDGET] - g[s.DECODING])
+
+
+@inlined
+def let_decode(g, w, sl, r, kv):
+    """Let everybody who decodes have the blocks and keys of this step."""
+    step, block = g[s.STEP], g[s.BLOCK]
+    if not g[s.IS_CACHED]:
+        g[s.FREE] -= w[g[s.AT_PHASES] + step % block]
+        return
+    slot = w[g[s.AT_BUCKETS] + step % block]
+    while slot >= 0:
+        grow(g, sl, r, kv, slot, sl[slot, s.BLOCKS] + 1)
+        slot = sl[slot, s.BUCKET_NEXT]
+    ahead = g[s.AHEAD]
+    slot = w[g[s.AT_BUCKETS] + (step + (0 if ahead else 1)) % block]
+    while slot >= 0:
+        full = computed_before(g, sl, slot) + (0 if ahead else 1)
+        cache_up_to(g, sl, kv, slot, full)
+        slot = sl[slot, s.BUCKET_NEXT]
+
+
+@inlined
+def _schedule_calmly(g, w, sl, r, kv, threshold, defers):
+    """Schedule running requests where their order does not matter; False where it does."""
+    block = g[s.BLOCK]
+    needed = w[g[s.AT_PHASES] + g[s.STEP] % block]
+    if g[s.DECODING] > g[s.BUDGET] or g[s.MISSING] > 0 or needed > g[s.FREE]:
+        return False
+    wanted = _calm_prefill(g, sl, threshold, defers)
+    if wanted < 0:
+        return False
+    slot = g[s.LAST_PREFILL]
+    blocks = 0
+    if wanted > 0:
+        blocks = (sl[slot, s.COMPUTED] + wanted + block - 1) // block
+        if needed + blocks - sl[slot, s.BLOCKS] > g[s.FREE]:
+            return False
+    batch = batch_at(g, g[s.STEP])
+    w[batch + s.B_DECODES] = w[batch + s.B_EVEN] = g[s.DECODING]
+    w[batch + s.B_DECODE_CONTEXT] = g[s.CONTEXT] + g[s.DECODING] * g[s.STEP]
+    w[batch + s.B_SQUARES] = squares_at(g, g[s.STEP])
+    if g[s.DECODING] > 0:
+        let_decode(g, w, sl, r, kv)
+    if wanted > 0:
+        g[s.CARRIES] = 1
+        grow(g, sl, r, kv, slot, blocks)
+        before = sl[slot, s.COMPUTED]
+        if g[s.IS_CACHED]:
+            cache_up_to(g, sl, kv, slot, before + wanted)
+        _count_in(w, batch, sl[slot, s.ANSWERED] > 0 and wanted <= 1, before, wanted)
+        sl[slot, s.COMPUTED] = before + wanted
+        if _prefilled(g, w, sl, slot):
+            g[s.PREFILLING] -= 1
+    return True
+
+
+@inlined
+def note_decodes(g, w, step):
+    """Note a batch of those who decode, and of nobody else."""
+    batch = batch_at(g, step)
+    for field in range(s.BATCH_FIELDS):
+        w[batch + field] = 0
+    w[batch + s.B_DECODES] = w[batch + s.B_EVEN] = g[s.DECODING]
+    w[batch + s.B_DECODE_CONTEXT] = g[s.CONTEXT] + g[s.DECODING] * step
+    w[batch + s.B_SQUARES] = squares_at(g, step)
+    w[batch + s.B_RUNNING], w[batch + s.B_WAITING] = g[s.RUNNING], g[s.WAITING]
+    w[batch + s.B_USED] = g[s.ALL_BLOCKS] - g[s.FREE]
+
+
+@inlined
+def schedule_decodes(g, w, sl, r, kv):
+    """Send a batch on its way of those who decode, for whom there are blocks."""
+    step = g[s.STEP]
+    let_decode(g, w, sl, r, kv)
+    note_decodes(g, w, step)
+    g[s.TIDY] = 0
+    g[s.STEP] += 1
+    g[s.IN_PIPE] += 1
+
+
+@inlined
+def schedule(g, x, w, sl, f, r, q, tr, kv):
+    """Put the next batch together and send it on its way; return whether it is empty."""
+    batch = batch_at(g, g[s.STEP])
+    for field in range(s.BATCH_FIELDS):
+        w[batch + field] = 0
+    threshold, defers, preempted = _threshold(g), _defers(g), 0
+    g[s.CARRIES] = 0
+    if _schedule_calmly(g, w, sl, r, kv, threshold, defers):
+        budget = g[s.BUDGET] - w[batch + s.B_DECODES] - w[batch + s.B_PREFILL]
+    else:
+        budget, preempted = _schedule_running(g, x, w, sl, f, r, tr, kv, threshold, defers)
+        _note_running(g, x, w, sl, f, kv)
+    came = False
+    if preempted == 0 and budget > 0 and g[s.WAITING] > 0:
+        came = _admit_waiting(g, w, sl, r, q, tr, kv, budget, threshold, defers)
+    is_calm = preempted == 0 and w[batch + s.B_PREFILL] == 0 and g[s.PREFILLING] == 0
+    g[s.HELD] = is_calm and not came and not defers
+    if preempted == 0 and not defers:
+        g[s.BACKED_UP] = g[s.WAITING] > 0
+    let_end(g, w, sl, g[s.STEP])
+    is_empty = w[batch + s.B_DECODES] == 0 and w[batch + s.B_PREFILL] == 0
+    # as engine.compat.core.BatchReader: a turn without a batch tells of nothing.
+    w[batch + s.B_PREEMPTED] = 0 if is_empty else preempted
+    w[batch + s.B_RUNNING], w[batch + s.B_WAITING] = g[s.RUNNING], g[s.WAITING]
+    w[batch + s.B_USED] = g[s.ALL_BLOCKS] - g[s.FREE]
+    g[s.TIDY] = 0
+    g[s.STEP] += 1
+    g[s.IN_PIPE] += 1
+    g[s.EMPTY] += is_empty
+    if g[s.CARRIES]:
+        g[s.CARRIED] = g[s.STEP] - g[s.EMPTY]
+    return is_empty
