@@ -118,6 +118,18 @@ def test_a_profile_predicts_the_order_of_the_field(
         compared(trace, *profile[:2], "--engine-arg", "max-model-len=64")
 
 
+def test_in_a_window_several_engines_too_begin_warm(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_profile(tmp_path / "profile.yaml", a_profile())
+    trace = a_trace_file(tmp_path / "t.jsonl", 200)
+    profile = ("--profile", str(tmp_path / "profile.yaml"), "--force-profile")
+    assert compared(trace, *profile, "--window", "1s:2s", "--json") == 0
+    rows = json.loads(capsys.readouterr().out)["recorded"]
+    assert len({row["measurement"]["completed"] for row in rows}) == 1
+    assert [row["processes"] for row in rows] == [1, 2, 1, 1, 1, 1]
+
+
 def test_static_batches_that_are_offered_more_than_they_ever_serve_are_marked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,8 +10,6 @@ from pathlib import Path
 from threading import Barrier, BrokenBarrierError
 from typing import Self
 
-import numpy as np
-
 from tuner.cli.console import json_text, say, show_result
 from tuner.cli.displays import ReplayDisplay
 from tuner.cli.inputs import (
@@ -41,6 +39,7 @@ from tuner.run.inputs import EngineChoice
 from tuner.run.loads.strategies import (
     Strategy,
     StrategyRow,
+    in_turns,
     pooled,
     predicted,
     row_of,
@@ -265,12 +264,11 @@ def _side_by_side(
         for name in traces
     }
     say(f"{_TITLES[SATURATED]}: {strategy.name}, {strategy.limits}")
-    trace = traces[SATURATED]
+    parts = in_turns(traces[SATURATED], len(hosts))
 
     def serve(i: int) -> ReplayLog:
-        part = trace.slice_rows(np.arange(i, len(trace), len(hosts)))
         hosts[i].start(values, strategy.limits)
-        hosts[i].load(SATURATED, part, seed)
+        hosts[i].load(SATURATED, parts[i], seed)
         begin.wait()
         return hosts[i].replay(SATURATED, strategy.limits, own)
 

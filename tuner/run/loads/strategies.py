@@ -14,16 +14,15 @@ from typing import Any
 import numpy as np
 
 from tuner.engine.limits import EngineLimits
-from tuner.errors import Caveat, EngineError, ShadowError
+from tuner.errors import Caveat, EngineError, ReplayError, ShadowError
 from tuner.replay.arrivals import StaticBatches
 from tuner.replay.loop import ReplayLog
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.runner import Failure
-from tuner.shadow.fleet import Fleet, simulate_fleet
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.prepared import PreparedTrace
-from tuner.traffic.reshape import Router
+from tuner.shadow.simulator import simulate
 from tuner.traffic.traces import Trace
 
 
@@ -113,13 +112,20 @@ def predicted(
         return row_of(strategy, outcome)
     engine, count = predictor.simulated(strategy.limits), strategy.processes
     slower = engine.step_model.scaled(float(count))
+    own_share = replace(engine, num_blocks=engine.num_blocks // count, step_model=slower)
     try:
-        shared = replace(engine, num_blocks=engine.num_blocks // count, step_model=slower)
-        prepared, fleet = PreparedTrace(trace, own), Fleet(count, Router.ROUND_ROBIN)
-        found = simulate_fleet(shared, prepared, strategy.limits, own, fleet)
-    except (EngineError, ShadowError) as error:
+        logs = [
+            simulate(own_share, PreparedTrace(part, own), strategy.limits, own)
+            for part in in_turns(trace, count)
+        ]
+    except (EngineError, ReplayError, ShadowError) as error:
         return StrategyRow(strategy, None, error.message)
-    return StrategyRow(strategy, measure([found.log]))
+    return StrategyRow(strategy, pooled(logs))
+
+
+def in_turns(trace: Trace, count: int) -> list[Trace]:
+    """Return what each of several engines gets of a trace, request by request in turns."""
+    return [trace.slice_rows(np.arange(i, len(trace), count)) for i in range(count)]
 
 
 def row_of(strategy: Strategy, outcome: Measurement | Failure) -> StrategyRow:
