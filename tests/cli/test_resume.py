@@ -187,7 +187,7 @@ def recommended(run_dir: Path) -> tuple[int, int]:
 
 
 def ends_as_uninterrupted(run_dir: Path) -> bool:
-    """Whether a run measured up to the race, and chose, what one does that nobody has killed."""
+    """Whether a run measures up to the race, and chooses, what one does that is not killed."""
     whole = write_trace(run_dir.parent / "whole.jsonl", n=400)
     other = Path(f"{whole}.run")
     arguments = ["--trace", str(whole), "--budget", "60s", "--run-dir", str(other)]

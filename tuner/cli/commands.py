@@ -183,7 +183,8 @@ def compare(**params: Any) -> int:
     ),
     file_option(
         "--config",
-        help="Configuration that is served now (YAML); default: what the run recommends.",
+        help="Configuration that is served now (YAML); default: what the run recommends, or "
+        "what a profile was made with.",
     ),
     JSON,
 )

@@ -142,7 +142,7 @@ from tuner.emit.names import Format
     file_option(
         "--config",
         help="Configuration that is served now (YAML), as long as the file of --emit does not "
-        "exist; default: what the run recommends.",
+        "exist; default: what the run recommends, or what a profile was made with.",
     ),
     FORCE_PROFILE,
 )
