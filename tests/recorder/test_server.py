@@ -377,10 +377,10 @@ def test_steps_of_a_server_become_a_profile_of_it(
     assert found["has_details"] is has_details
     assert sum(found["left_out"].values()) < 0.1 * found["steps"]
     assert found["most_decode_seqs"] == 4
-    # The second half of the requests, replayed on what the steps of all taught.
-    # Other work on the machine that comes or goes between the halves shows in it, most in the
-    # steps of so small a hybrid, 3 ms each.
-    assert abs(found["off"]["tpot p50"]) < (0.3 if is_hybrid else 0.25)
+    # The second half of the requests, replayed on what the steps of all taught. Other work on
+    # the machine that comes or goes between the halves shows in it; how near it is on a quiet
+    # one `tests/benchmarks/production.py` tells.
+    assert abs(found["off"]["tpot p50"]) < 0.5
     profile = read_profile(output)
     assert profile.shape.block_size == 128
     assert len(profile.shape.kv_groups) == (4 if is_hybrid else 0)
