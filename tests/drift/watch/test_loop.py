@@ -200,11 +200,13 @@ def test_what_a_manifest_says_is_in_use_and_one_without_a_place_is_refused_at_on
     with a_world(tmp_path, chosen=Format.DOCKER_COMPOSE) as world:
         world.rounds(UNCHANGED)
         # Somebody edits it by hand, and then leaves the token budget to a variable.
-        for cap, words in ((16, budget), (64, "--max-num-batched-tokens $BUDGET")):
-            manifest.write_text("services:\n" + service.format("chat", cap, words))
-            world.rounds(UNCHANGED)
-        seen = [EngineLimits(32, 2000), EngineLimits(16, 2000), FOUR]
-        assert world.script.checked_at == seen
+        manifest.write_text("services:\n" + service.format("chat", 16, budget))
+        world.rounds(UNCHANGED)
+        assert world.script.checked_at == [EngineLimits(32, 2000), EngineLimits(16, 2000)]
+        held = "--max-num-batched-tokens $BUDGET"
+        manifest.write_text("services:\n" + service.format("chat", 64, held))
+        with pytest.raises(UsageError, match="does not say both limits as numbers"):
+            _ = world.watcher.current
         manifest.write_text("services:\n" + service.format("chat", 16, ""))
         with pytest.raises(UsageError, match="sets one of the two limits alone"):
             _ = world.watcher.current

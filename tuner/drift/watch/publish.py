@@ -86,15 +86,23 @@ class Publisher:
             checked_writer(self.chosen, rec)
 
     def current(self) -> EngineLimits | None:
-        """Return the limits in the file, None where it has none that can be read.
+        """Return the limits in the file, None where there is none, or of a form without a file.
 
-        Raises: UsageError if it is no such file, or has no place for them.
+        Raises: UsageError if it is no such file, has no place for them, or does not say them as
+            numbers.
         """
         if self.chosen is Format.ARGS or not self.path.exists():
             return None
         if self.chosen is Format.VLLM:
             return read_emitted(self.path, _LACKING).limits
-        return limits_in(self.path, self.chosen, Names(self.path.name))
+        found = limits_in(self.path, self.chosen, Names(self.path.name))
+        if found is None:
+            raise UsageError(
+                f"{self.path} does not say both limits as numbers: variables hold them, or they"
+                " stand nowhere",
+                "write the numbers into it that are served now, as tune emit --merge does",
+            )
+        return found
 
     def text_now(self) -> ExpectedText:
         """Return the file's text. Raises: UsageError if it cannot be read."""
