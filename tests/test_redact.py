@@ -100,10 +100,10 @@ def test_a_long_text_takes_no_longer_for_its_form(part: str) -> None:
 def test_names_that_hold_secrets_are_known_and_counts_of_tokens_are_none() -> None:
     secret = "auth sas X-Auth hf-tokens api_tokens signature pwd api-key hf_token passwd-file"
     secret += " ssl-keyfile-password client_secret accessToken x.aws_secret_access_key"
-    secret += " Authorization auth-credentials"
+    secret += " Authorization auth-credentials DB_PASS PGPASS GITHUB_PAT"
     plain = "max-num-batched-tokens tokens prompt_tokens author tokenizer tokenizer-mode model"
     plain += " ssl-keyfile long-prefill-token-threshold return-tokens-as-token-ids"
-    plain += " allow-credentials"
+    plain += " allow-credentials compilation-config.pass_config"
     assert [name for name in secret.split() if not is_secret(name)] == []
     assert [name for name in plain.split() if is_secret(name)] == []
 

@@ -23,8 +23,8 @@ _SECRET_ANYWHERE = frozenset(
     | {"secret", "secrets"}
 )
 _SECRET_LAST = frozenset(
-    {"auth", "credential", "credentials", "key", "keys", "pwd", "sas", "sig", "signature"}
-    | {"token"}
+    {"auth", "credential", "credentials", "key", "keys", "pass", "pat", "pgpass", "pwd", "sas"}
+    | {"sig", "signature", "token"}
 )
 _TOKENS_OF = frozenset({"access", "api", "auth", "bearer", "hf", "hub"})
 """Whose tokens are secrets: those of a prompt or a batch are counted everywhere."""
