@@ -103,6 +103,30 @@ def test_milliseconds_that_look_like_seconds_are_asked_for_and_not_guessed(
     assert "timestamps have fractions and are taken for milliseconds" in small.notes.texts[0]
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("t.jsonl", '{{"timestamp": {0}000000, "input_length": 9, "output_length": 9}}'),
+        ("t.jsonl", '{{"arrived_at_s": {0}000, "input_length": 9, "output_length": 9}}'),
+        ("t.csv", "arrived_at,num_prefill_tokens,num_decode_tokens\n{0}000,9,9"),
+    ],
+)
+def test_a_clock_past_the_year_2200_is_in_a_smaller_unit_than_is_thought(
+    tmp_path: Path, name: str, text: str
+) -> None:
+    (tmp_path / name).write_text(text.format(1_700_000_000) + "\n")
+    assert "is past the year 2200" in message(tmp_path / name)
+    if "arrived_at_s" not in text:
+        unit = TimeUnit.MICROSECONDS if "timestamp" in text else TimeUnit.MILLISECONDS
+        found = read_trace(tmp_path / name, options=ReadOptions(time_unit=unit))
+        assert found.zero_s == 1_700_000_000
+
+
+def test_two_recordings_joined_into_one_file_are_told_to_be(tmp_path: Path) -> None:
+    one = '{"trace_header": {"version": 1}}\n' + with_(timestamp="5", hash_ids="[]") + "\n"
+    assert "line 3: is a second trace_header" in message(written(tmp_path, one + one))
+
+
 def test_the_block_size_that_is_given_overrides_that_of_the_file(tmp_path: Path) -> None:
     line = '{"arrived_at_s": 1, "input_length": 600, "output_length": 7, "hash_ids": [1], '
     path = written(tmp_path, line + '"block_size": 512}\n')

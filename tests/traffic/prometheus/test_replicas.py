@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from support.prometheus_fake import FakePrometheus, answered, listening, send
-from support.prometheus_parts import scraped
+from support.prometheus_parts import read, scraped
 from support.prometheus_past import END_S, HOUR_S, MOVED, SCRAPES_S, TWINS, past
 from tuner.traffic.prometheus import known_in_part
 from tuner.traffic.prometheus.replicas import Replica, one_replica
@@ -39,6 +41,19 @@ def url() -> Iterator[str]:
 
 def replica(url: str, model: str, **labels: str) -> Replica:
     return one_replica(scraped(url, model, **labels), 2.0 * HOUR_S, 30, until_s=END_S)
+
+
+def test_gauges_without_a_number_are_as_those_that_are_missing() -> None:
+    known = FakePrometheus.of(past(seed=4, model="mute"))
+    for key, (at_s, values) in known.series.items():
+        if re.search("num_requests_(running|waiting)|cache_usage", dict(key)["__name__"]):
+            known.series[key] = at_s, np.full_like(values, np.nan)
+    with listening(lambda handler, asked: send(handler, answered(known, asked))) as url:
+        trace = read(url, "mute")
+    assert len(trace) > 100
+    said = " ".join(trace.notes.texts)
+    assert "arrivals stand where requests finished" in said
+    assert "% full" not in said
 
 
 @pytest.mark.parametrize(

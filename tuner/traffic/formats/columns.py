@@ -256,6 +256,8 @@ class NoSuchModelError(UsageError):
     """A file that names its models has no request of the one that is wanted."""
 
 
+LATEST_S = 7.3e9
+"""The year 2201; a number above it counts in a smaller unit than seconds."""
 ZERO_PROMPT = "prompt of 0 tokens"
 ZERO_OUTPUT = "output of 0 tokens"
 FAILED = "failed request"
@@ -281,6 +283,7 @@ def assemble(
     columns, notes = _without_empty(columns, options.zero_output, notes)
     _refuse_none(columns, notes, source)
     columns, moved = _in_order(columns)
+    _check_unit(columns, source)
     columns, notes = _without_turned_round(columns, notes)
     zero = columns.arrived[0]
     if columns.starts_at_s is not None:
@@ -305,6 +308,19 @@ def assemble(
         zero_s=float(zero) / columns.ticks_per_s,
         hash_scope=sha256 if columns.local_hashes else columns.hash_scope,
     )
+
+
+def _check_unit(columns: Columns, source: str) -> None:
+    """Refuse a clock that is taken in too large a unit. Raises: TraceError.
+
+    In seconds a recording in milliseconds would be a thousand times as slow.
+    """
+    largest_s = float(np.abs(columns.arrived[[0, -1]]).max()) / columns.ticks_per_s
+    if largest_s > LATEST_S:
+        raise TraceError(
+            f"{source}: the clock reads {largest_s:.15g} seconds, which is past the year 2200",
+            "say its unit: --time-unit ms, us or ns; arrived_at_s has to be in seconds",
+        )
 
 
 def _refuse_none(columns: Columns, notes: ReadNotes, source: str) -> None:

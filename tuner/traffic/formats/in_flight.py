@@ -19,6 +19,7 @@ from tuner.errors import TraceError
 from tuner.stats import Floats, Ints
 from tuner.traffic.concurrency import MAX_IN_FLIGHT, SECONDS_PER_OUTPUT_TOKEN, Concurrency
 from tuner.traffic.formats.columns import (
+    LATEST_S,
     Columns,
     ReadOptions,
     TimeUnit,
@@ -45,9 +46,6 @@ FORMAT = "concurrency"
 TIME_S, TIMES = "time_s", ("time_s", "timestamp", "time")
 IN_FLIGHT, RUNNING, WAITING = "in_flight", "running", "waiting"
 PROMPT, OUTPUT = "input_length", "output_length"
-
-LATEST_S = 7.3e9
-"""The year 2201; a number above it counts in a smaller unit than seconds."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -109,6 +109,9 @@ def _strict_fault(line: bytes) -> Fault | None:
 
 def _faults(row: dict[str, object], dialect: Dialect) -> Iterator[Fault]:
     """Yield (reason, hint) of each fault of one row."""
+    if KEY in row:
+        yield f"is a second {KEY}: two recordings stand in this file", _JOINED_HINT
+        return
     yield from _clock_faults(row, dialect)
     for name in ("input_length", "output_length"):
         if name not in row:
@@ -210,6 +213,7 @@ def _is_number(value: object) -> TypeGuard[int | float]:
 
 KEY = "trace_header"
 VERSION = 1
+_JOINED_HINT = "name both files in place of one that joins them: tune trace merge A B -o C"
 _HINT = f'the first line may be {{"{KEY}": {{"version": {VERSION}, ...}}}}, see the README'
 
 

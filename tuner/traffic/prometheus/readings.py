@@ -222,7 +222,12 @@ def _engine(
     prompt: LengthReadings,
     output: LengthReadings,
 ) -> EngineReadings | None:
-    """Keep the rows of a span in which an engine was scraped anew; None below two."""
+    """Keep the rows of a span in which an engine was scraped anew; None below two.
+
+    A gauge without a single number is as one that is missing.
+    """
+    if in_flight is not None and not np.isfinite(in_flight).any():
+        in_flight = None
     is_known = np.isfinite(scraped_s) & np.isfinite(finished)
     for lengths in (prompt, output):
         is_known &= np.isfinite(lengths.upto[:, -1])
@@ -361,7 +366,10 @@ def read_facts(server: Prometheus, span: Span, chosen: Selection) -> ServerFacts
     return ServerFacts(
         prefix_hits=_prefix_hits(server.over(cache, span), span),
         running=mean_level(running),
-        peak_kv_usage_ratio=max((float(np.nanmax(s.values)) for s in usage), default=None),
+        peak_kv_usage_ratio=max(
+            (float(np.nanmax(s.values)) for s in usage if not np.isnan(s.values).all()),
+            default=None,
+        ),
         mean_e2e_s=mean_e2e_s,
         unsuccessful=round(sum(rise(series.values) for series in server.over(ended, span))),
     )
