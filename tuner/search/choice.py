@@ -24,6 +24,7 @@ from tuner.search.judging import (
     charged,
     gain_of,
     is_better,
+    is_out,
     is_sure,
     losses,
     mean_cost,
@@ -75,14 +76,17 @@ class Choice:
     def decide(self, rounds: int = 0) -> RaceDecision:
         """Return the setting of least expected loss among those that surely keep their bounds.
 
-        Where none surely does, the one that uses least of its SLOs and is not far from
-        sustaining the load; and where all SLOs hold and no setting sustains the load, the one
-        of least loss. Of those that lose the same the
+        Where none surely does, the one that uses least of them. Of those that lose the same the
         current one, then the smallest, or who loses least where that alone is surely better
         than the current one. `rounds` are those of live replays behind the draws.
 
         Raises: NoFeasibleConfigError if every setting failed.
         """
+        is_predicted = not rounds and self.draws.basis != LIVE_ALONE
+        return replace(self._decision, rounds=rounds, is_predicted=is_predicted)
+
+    @cached_property
+    def _decision(self) -> RaceDecision:
         if not np.isfinite(self.draws.values).any():
             raise NoFeasibleConfigError(
                 "no configuration survived its replay", "see the causes in trials.jsonl"
@@ -107,7 +111,7 @@ class Choice:
             best=settings[best],
             tied=tuple(sorted(settings[i] for i in tied)),
             gain=None if is_same else gain_of(elsewhere, column),
-            rounds=rounds,
+            rounds=0,
             why=why_of(
                 odds,
                 self.confidence,
@@ -116,7 +120,6 @@ class Choice:
             ),
             metric=judged.metric,
             gain_here=None if is_same else gain_of(self.draws.here[:, [best, now]], column),
-            is_predicted=not rounds and self.draws.basis != LIVE_ALONE,
             odds=odds,
             standings=self._standings(),
         )
@@ -129,7 +132,8 @@ class Choice:
         draws, column = self.draws, self.judged.column
         elsewhere = draws.elsewhere((draws.settings[setting], self.current))
         pair = [setting, self._now]
-        return elsewhere, odds_of(draws, pair, elsewhere, column, self.confidence)
+        cost = self.judged.cost[:, pair]
+        return elsewhere, odds_of(draws, pair, cost, elsewhere, column, self.confidence)
 
     def _of_a_keep(self, odds: Odds, rival: int, elsewhere: Floats) -> Odds:
         """Return the odds of a rival where the current setting is thought best itself.
@@ -247,15 +251,21 @@ def criterion(
 ) -> tuple[Bools, int, str]:
     """Return who may be recommended, by what of the draws they are judged, and its name.
 
-    Where nobody surely keeps the SLOs and nobody is further from them than the current
-    setting is, whoever is as close is judged by what is optimised.
+    Who surely keeps the SLOs, by what is optimised; not who is likely out by a setting that
+    keeps them less surely. Where nobody is left, by the SLOs, who is not likely out. Where
+    nobody is further from them than the current setting is, whoever is as close is judged by
+    what is optimised.
 
     Shapes: [settings].
     """
-    bears, used = who_bears(draws, confidence), draws.here[:, :, SLO]
-    field: Bools = bears & ((used <= 1.0).mean(axis=0) >= confidence)
+    here, bears = draws.here, who_bears(draws, confidence)
+    used = here[:, :, SLO]
+    keeps: Bools = (used <= 1.0).mean(axis=0) >= confidence
+    field: Bools = bears & keeps & ~is_likely_out(here, ~keeps)
     if field.any():
         return field, COST, draws.metric
+    stay = bears & ~is_likely_out(here)
+    bears = stay if stay.any() else bears
     loss = losses(used, bears)
     least = bears & (loss <= loss[bears].min() + TIE_LOSS)
     if current is not None and least[draws.settings.index(current)] and least.sum() > 1:
@@ -263,41 +273,52 @@ def criterion(
     return bears, SLO, WORST_SLACK
 
 
+def is_likely_out(here: Floats, field: Bools | None = None) -> Bools:
+    """Return who likely misses a load that one of the field nearer to its bounds sustains.
+
+    A queue that grows for good is no price for an SLO that is just missed.
+
+    Shapes: here is [draws, settings, 3], field and found [settings].
+    """
+    likely: Bools = is_out(here, field).mean(axis=0) > LIKELY
+    return likely
+
+
 def who_bears(draws: Draws, confidence: float) -> Bools:
     """Return who may be recommended for the load.
 
     Who surely does not sustain it may not be where another surely does that is likely
-    nearer to its bounds, whichever of both those are: a queue that grows twice as fast as
-    it is served is no price for an SLO that is just missed.
+    nearer to its bounds, whichever of both those are.
 
     Shapes: [settings].
     """
-    used = draws.here[:, :, [SLO, LOAD]].max(axis=2)
     sustains = (draws.here[:, :, LOAD] <= 1.0).mean(axis=0)
     # Who may keep the SLOs is asked for with less; that is no surer of the load.
     surely = max(confidence, 1 - confidence)
     sure = sustains >= surely
-    if not sure.any():
-        return np.ones(len(draws.settings), dtype=np.bool_)
-    nearest = used[:, sure].min(axis=1, keepdims=True)
-    may = (sustains > 1 - surely) | ((used > nearest).mean(axis=0) <= LIKELY)
     # Asked for no more than an even chance one surely does and surely does not.
-    bears: Bools = sure | may
+    bears: Bools = sure | (sustains > 1 - surely) | ~is_likely_out(draws.here, sure)
     return bears
 
 
 def odds_of(
-    draws: Draws, pair: list[int], elsewhere: Floats, column: int, confidence: float
+    draws: Draws,
+    pair: list[int],
+    charges: Floats,
+    elsewhere: Floats,
+    column: int,
+    confidence: float,
 ) -> Odds:
     """Return how sure it is that the first of a pair is better than the second.
 
-    `elsewhere` is what other traffic makes of the two, [draws, 2, 3].
+    Shapes: charges is what the two cost, [draws, 2], and elsewhere what other traffic makes of
+    them, [draws, 2, 3].
     """
     here = draws.here[:, pair]
-    cost, its = charged(here, column).T
+    cost, its = charges.T
     with np.errstate(divide="ignore", invalid="ignore"):
         loss = np.nan_to_num(its / cost - 1, nan=0.0, posinf=MAX_LOSS)
-    p_better = float(is_better(here, column).mean())
+    p_better = float(is_better(here, charges, column).mean())
     # What is more probably kept than it was, and surely: the SLOs, and the load.
     kept = (here[:, :, [SLO, LOAD]] <= 1.0).mean(axis=0)
     slos, load = (kept[0] >= confidence) & (1 - kept[1] > MISSED * (1 - confidence))
@@ -306,7 +327,7 @@ def odds_of(
         draws.p_slos_met(here[:, 0]),
         draws.p_sustained(pair[0]),
         max(0.0, float(np.minimum(loss, MAX_LOSS).mean())),
-        float(is_better(elsewhere, column).mean()),
+        float(is_better(elsewhere, charged(elsewhere, column), column).mean()),
         meets_more=bool(slos or (load and p_better >= confidence)),
         basis=draws.basis,
         confidence=confidence,
@@ -330,5 +351,5 @@ def beside(
     settings = (*ours.settings, *theirs.settings)
     pair = replace(ours, settings=settings, here=here, learnable=())
     _, column, metric = criterion(pair, confidence)
-    odds = odds_of(pair, [0, 1], elsewhere, column, confidence)
+    odds = odds_of(pair, [0, 1], charged(here, column), elsewhere, column, confidence)
     return odds, metric, gain_of(elsewhere, column)

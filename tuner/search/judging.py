@@ -91,22 +91,33 @@ def mean_cost(pair: Floats, column: int) -> float | None:
 def charged(drawn: Floats, column: int, field: Bools | None = None) -> Floats:
     """Return what settings cost, with what it costs not to sustain what one of the field does.
 
-    By an SLO that is as much of the load as is used up, where that is more and a setting of the
-    field likely keeps both: a queue that grows for good is no price for what is kept anyhow.
+    By an SLO that is as much of the load as is used up by who is out.
 
     Shapes: drawn is [draws, settings, 3], field [settings], found [draws, settings].
     """
     cost, over = drawn[:, :, column], drawn[:, :, LOAD] - 1.0
-    sustains = over <= 0 if field is None else (over <= 0) & field
-    charged: Floats
     if column != COST:
-        keeps_both = (sustains & (drawn[:, :, SLO] <= 1.0)).mean(axis=0)
-        is_to_be_had = (keeps_both > LIKELY).any()
-        charged = np.maximum(cost, drawn[:, :, LOAD]) if is_to_be_had else cost
-        return charged
+        used = drawn[:, :, [SLO, LOAD]].max(axis=2)
+        by_bounds: Floats = np.where(is_out(drawn, field), used, cost)
+        return by_bounds
+    sustains = over <= 0 if field is None else (over <= 0) & field
     missed = (over > 0) & sustains.any(axis=1, keepdims=True)
-    charged = np.where(missed, cost * (1 + np.maximum(over, MISSED_LOAD)), cost)
-    return charged
+    by_cost: Floats = np.where(missed, cost * (1 + np.maximum(over, MISSED_LOAD)), cost)
+    return by_cost
+
+
+def is_out(drawn: Floats, field: Bools | None = None) -> Bools:
+    """Return in which draws a setting misses a load that one nearer to its bounds sustains.
+
+    The nearer one is of the field; the bounds are the SLOs and the load.
+
+    Shapes: drawn is [draws, settings, 3], field [settings], found [draws, settings].
+    """
+    used, load = drawn[:, :, [SLO, LOAD]].max(axis=2), drawn[:, :, LOAD]
+    sustains = load <= 1.0 if field is None else (load <= 1.0) & field
+    nearest = np.where(sustains, used, math.inf).min(axis=1, keepdims=True)
+    out: Bools = (load > 1.0) & (nearest < used)
+    return out
 
 
 def gain_of(pair: Floats, column: int) -> Estimate | None:
@@ -119,15 +130,15 @@ def gain_of(pair: Floats, column: int) -> Estimate | None:
     return ratio_of(pair[:, :, COST] if column == COST else charged(pair, column))
 
 
-def is_better(pair: Floats, column: int) -> Bools:
+def is_better(pair: Floats, charges: Floats, column: int) -> Bools:
     """Return in which draws the first is better: it alone keeps its SLOs, or costs less.
 
     Judged by its bounds it is if it uses less of them.
 
-    Shapes: pair is [draws, 2, 3].
+    Shapes: pair is [draws, 2, 3], charges [draws, 2].
     """
     ours, theirs = (pair[:, :, SLO] <= 1.0).T
-    cost, its = charged(pair, column).T
+    cost, its = charges.T
     is_less: Bools = cost < its
     better: Bools = (ours & ~theirs) | ((ours == theirs) & is_less)
     return is_less if column != COST else better
