@@ -188,6 +188,20 @@ def test_a_line_for_a_shell_is_changed_within(tmp_path: Path) -> None:
     ]
 
 
+def test_a_limit_is_the_last_one_behind_a_variable_that_may_hold_another(
+    tmp_path: Path, capsys: Output
+) -> None:
+    """Of flags that stand twice vLLM takes the last."""
+    path = tmp_path / "mine.yaml"
+    path.write_text(SHELL.replace("--max-num-active-seqs 4", "$EXTRA_ARGS"))
+    command = ["emit", str(a_run_dir(tmp_path)), "--format", "kubernetes", "--merge", str(path)]
+    assert run(command) == 0
+    assert path.read_text().endswith(f"--max-num-seqs 48 $EXTRA_ARGS {' '.join(FLAGS)}\n")
+    capsys.readouterr()
+    assert run(command) == 0
+    assert f"{path} has these values already" in capsys.readouterr().err
+
+
 MODULE = "python3 -m vllm.entrypoints.openai.api_server"
 SERVICES = [
     ("/bin/bash -c", ["exec vllm serve m"], "/bin/bash -c", [f"exec vllm serve m {NEW}"]),
@@ -198,6 +212,18 @@ SERVICES = [
         "--model m --max-num-seqs 256",
         f"{MODULE} {FLAGS[1]}",
         "--model m --max-num-seqs 48",
+    ),
+    (
+        MODULE,
+        "--model m --max-num-seqs 256 ${EXTRA}",
+        f"{MODULE} {FLAGS[1]}",
+        f"--model m --max-num-seqs 48 ${{EXTRA}} {FLAGS[0]}",
+    ),
+    (
+        "/entrypoint.sh",
+        "--model m --max-num-seqs 256 ${EXTRA}",
+        "/entrypoint.sh",
+        f"--model m --max-num-seqs 48 ${{EXTRA}} {FLAGS[0]} {FLAGS[1]}",
     ),
     (
         MODULE,

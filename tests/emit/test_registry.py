@@ -117,6 +117,25 @@ def test_limits_in_an_array_of_a_script_are_read_and_comments_are_not(tmp_path: 
     assert limits_in(path, Format.DOCKER_COMPOSE, Names()) == EngineLimits(256, 8192)
 
 
+@pytest.mark.parametrize(
+    ("behind", "read"),
+    [
+        ("$MORE", None),
+        ('"$@"', None),
+        ("--port $PORT", EngineLimits(256, 8192)),
+        ("$MORE --max-num-seqs 16 --max-num-batched-tokens=512", EngineLimits(16, 512)),
+    ],
+)
+def test_limits_that_a_variable_may_override_are_unknown(
+    behind: str, read: EngineLimits | None, tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.yaml"
+    line = f"exec vllm serve m --max-num-seqs 256 --max-num-batched-tokens 8192 {behind}"
+    service = {"entrypoint": ["sh", "-c"], "command": [line]}
+    path.write_text(yaml.safe_dump({"services": {"llm": service}}))
+    assert limits_in(path, Format.DOCKER_COMPOSE, Names()) == read
+
+
 @pytest.mark.parametrize("chosen", WRITTEN)
 def test_provenance_is_in_every_file(chosen: Format, rec: Recommendation) -> None:
     text = emit(chosen, rec)

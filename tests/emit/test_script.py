@@ -75,12 +75,30 @@ def test_each_start_has_both_limits_and_all_else_is_as_it_was(
     assert [words[0] for words in after] == [words[0] for words in before]
 
 
-@pytest.mark.parametrize("start", ["vllm serve m --port 1 $MORE", 'sh -c "vllm serve m $MORE"'])
+@pytest.mark.parametrize(
+    "start",
+    [
+        "vllm serve m --port 1 $MORE",
+        'sh -c "vllm serve m $MORE"',
+        "vllm serve m --max-num-seqs 128 $MORE",
+        "vllm serve m --max-num-seqs=128 --enforce-eager ${MORE} --port 1",
+        'set -- $MORE; vllm serve m --max-num-seqs 128 --seed "$@"',
+    ],
+)
 def test_a_flag_that_a_variable_brings_is_not_the_last_one(start: str, tmp_path: Path) -> None:
     variables = {"PATH": f"{tmp_path}:/bin", "MORE": "--max-num-seqs=256 --seed=1"}
-    done = in_a_shell(edit_line(f"{start} 2>&1", TUNED), tmp_path, variables)
+    edited = edit_line(f"{start} 2>&1", TUNED)
+    assert edit_line(edited, TUNED) == edited
+    done = in_a_shell(edited, tmp_path, variables)
     caps = [word for word in done.stdout.split("\0") if word.startswith("--max-num-seqs")]
-    assert caps == ["--max-num-seqs=256", "--max-num-seqs=48"]
+    assert caps[-2:] == ["--max-num-seqs=256", "--max-num-seqs=48"]
+
+
+@pytest.mark.parametrize("behind", ["--port $PORT", '-tp "$TP"', "${PORT:+--port $PORT}"])
+def test_a_flag_is_not_repeated_behind_a_variable_that_holds_none(behind: str) -> None:
+    line = "vllm serve m --max-num-seqs 256 --max-num-batched-tokens 2048"
+    wanted = "vllm serve m --max-num-seqs 48 --max-num-batched-tokens 4096"
+    assert edit_line(f"{line} {behind}", TUNED) == f"{wanted} {behind}"
 
 
 def test_a_flag_that_is_shortened_is_not_the_last_one() -> None:

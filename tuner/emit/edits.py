@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 
 from tuner.emit.flags import flags
 from tuner.emit.recommendation import FACT_PREFIX
-from tuner.emit.script import EXPANDED, SCRIPT_FOLLOWS, masked, starts
+from tuner.emit.script import EXPANDED, SCRIPT_FOLLOWS, arguments, masked, starts
 from tuner.engine.serve_config import (
     LIVE_LIMIT_KEYS,
     MAX_NUM_BATCHED_TOKENS,
@@ -222,7 +222,9 @@ def _edit_lines(
             del missing[key]
     drop_caps(lists)
     for parent, place in beside:
-        parent[place] = like(parent[place], _with_values(parent[place], tuned))
+        text = _with_values(parent[place], tuned)
+        held = {key: tuned[key] for key in tuned if _flag_pattern(key).search(masked(text))}
+        parent[place] = like(parent[place], _with_flags(text, held))
     for parent, place in lines:
         text = _with_flags(_with_values(parent[place], tuned), missing)
         parent[place] = like(parent[place], text)
@@ -305,21 +307,21 @@ def _with_values(line: str, tuned: Mapping[str, object]) -> str:
 
 
 def _with_flags(line: str, tuned: Mapping[str, object]) -> str:
-    """Return the line with each flag at every start of vLLM that has none of its own."""
+    """Return the line with each flag at every start of vLLM that has none of its own.
+
+    One in front of a variable does not count: of flags that stand twice vLLM takes the last.
+    """
     for key, value in tuned.items():
-        flag, code, places = _flag_pattern(key), _code_for_good(line), starts(line)
+        flag, code = _flag_pattern(key), _code_for_good(line)
         words = f" {' '.join(flags({key: value}))}"
-        for start in reversed(places):
-            if not flag.search(code, start.begin, start.end):
+        for start in reversed(starts(line) or [arguments(line)]):
+            if not flag.search(code, start.settled_at, start.end):
                 at = (
                     start.end
                     if _has_short(code[start.begin : start.end], key)
                     else start.flags_at
                 )
                 line = line[:at] + words + line[at:]
-        if not places and not flag.search(code):
-            end = len(line.rstrip())
-            line = line[:end] + words + line[end:]
     return line
 
 
@@ -355,12 +357,19 @@ _VALUE: Final = (
 def last_value(line: str, key: str) -> str | None:
     """Return the value of the last such flag of a command line, or None where it has none.
 
+    Nor has it one where a variable follows that may hold the same flag.
+
     >>> last_value(
     ...     "A=(--max-num-seqs '16'); vllm serve m $A # --max-num-seqs 2", "max-num-seqs"
     ... )
     '16'
+    >>> last_value("vllm serve m --max-num-seqs 16 $MORE", "max-num-seqs")
     """
-    found = [each[0] for each in _flag_pattern(key).finditer(_code_for_good(line))]
+    code = _code_for_good(line)
+    for start in starts(line) or [arguments(line)]:
+        unsettled = "\0" * (start.settled_at - start.begin)
+        code = code[: start.begin] + unsettled + code[start.settled_at :]
+    found = [each[0] for each in _flag_pattern(key).finditer(code)]
     return re.split(r"[=\s]", found[-1])[-1].strip("'\"") if found else None
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Final
 
 _NESTED: Final = r"\$\((?:[^()]|\((?:[^()]|\([^()]*+\))*+\))*+\)"
@@ -42,18 +43,25 @@ _NO_WRAPPERS: Final = frozenset(
     | {"for", "case", "cat", "which", "type", "alias", "trap", "sed", "awk"}
 )
 """Commands that only speak of what is named behind them, or look for it."""
+# A variable as a word of its own, without `${X:+--port $X}`, which says what it brings.
+_VARIABLE: Final = re.compile(r"['\"]?\$(?!\{\w+:?\+-)")
+_SEVERAL_WORDS: Final = re.compile(r"['\"]?\$\{?(?:\w+\[)?[@*]")
+_SWITCHES: Final = ("--no-", "--enable-", "--disable-", "--enforce-", "--trust-")
+"""How flags begin behind which no value follows: ours, by how vLLM names them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
     """A command that starts vLLM, from its first word to its last, and where flags go in.
 
-    All are offsets in the script, in characters.
+    What a flag says in front of `settled_at` a variable may say otherwise. All are offsets in
+    the script, in characters.
     """
 
     begin: int
     flags_at: int
     end: int
+    settled_at: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +75,7 @@ class _Word:
 class _Read:
     """What was found so far: commands, starts of vLLM, and comments as pairs of offsets."""
 
-    commands: list[list[str]] = field(default_factory=list)
+    commands: list[list[_Word]] = field(default_factory=list)
     sure: list[Start] = field(default_factory=list)
     likely: list[Start] = field(default_factory=list)
     comments: list[tuple[int, int]] = field(default_factory=list)
@@ -84,13 +92,20 @@ def starts(script: str) -> list[Start]:
     return sorted(read.sure or read.likely, key=lambda start: start.begin)
 
 
+def arguments(text: str) -> Start:
+    """Return a text of arguments alone as one start of vLLM, which gets flags at its end."""
+    words = [word for command in _read(text).commands for word in command]
+    end = len(text.rstrip())
+    return Start(0, end, end, _last_variable(words))
+
+
 def commands(script: str) -> list[list[str]]:
     """Return the words of each command as they are written, with their quotes.
 
     >>> commands("A=1 vllm serve 'm m' >log && wait # for it")
     [['A=1', 'vllm', 'serve', "'m m'"], ['wait']]
     """
-    return [words for words in _read(script).commands if words]
+    return [[word.text for word in words] for words in _read(script).commands if words]
 
 
 def masked(script: str) -> str:
@@ -148,7 +163,7 @@ def _read_documents(script: str, at: int, end: int, documents: list[str], read: 
 
 def _read_command(script: str, words: list[_Word], read: _Read) -> None:
     """Note one command, and the starts of vLLM in it and in the scripts among its words."""
-    read.commands.append([word.text for word in words])
+    read.commands.append(words)
     for before, word in zip([None, *words], words, strict=False):
         if before is not None and SCRIPT_FOLLOWS.fullmatch(before.text):
             _read_quoted(script, word, 0, read)
@@ -195,4 +210,19 @@ def _start(words: list[_Word], first: int) -> Start:
     """
     has_variable = any(word.text.strip("'\"").startswith("$") for word in words[first:])
     before = words[-1] if has_variable else words[first - 1]
-    return Start(words[0].begin, before.end, words[-1].end)
+    settled_at = max(words[0].begin, _last_variable(words[first - 1 :]))
+    return Start(words[0].begin, before.end, words[-1].end, settled_at)
+
+
+def _last_variable(words: list[_Word]) -> int:
+    """Return where the last variable ends that may hold flags, and no flag's value; 0 if none.
+
+    The first word is none of them.
+    """
+    last = 0
+    for before, word in pairwise(words):
+        flag = before.text.replace("_", "-")
+        is_value = flag[0] == "-" and "=" not in flag and not flag.startswith(_SWITCHES)
+        if _VARIABLE.match(word.text) and (_SEVERAL_WORDS.match(word.text) or not is_value):
+            last = word.end
+    return last
