@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -410,6 +411,58 @@ def test_lines_that_end_in_a_carriage_return_alone_are_lines(tmp_path: Path) -> 
     assert yaml.safe_load(after)["max-num-seqs"] == 48
 
 
+def as_kubectl_writes_it(text: str) -> str:
+    """Return an object of Kubernetes as `kubectl get -o json` does."""
+    found = list(yaml.safe_load_all(text))[-1]
+    found["metadata"]["annotations"] = {"note": "a && b # c", "revision": "1"}
+    return json.dumps(found, indent=4).replace("&", "\\u0026") + "\n"
+
+
+@pytest.mark.parametrize("text", [DEPLOYMENT, SHELL])
+def test_json_stays_json_with_the_lines_that_it_had(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(as_kubectl_writes_it(text))
+    rec = read_run(a_run_dir(tmp_path))
+    merged = merge_into(path, Format.KUBERNETES, rec, Names())
+    annotations = json.loads(merged.after)["metadata"]["annotations"]
+    assert annotations == {"note": "a && b # c", "revision": "1"} | rec.annotations()
+    assert "48" in merged.after
+    lines = changed(merged.before, merged.after)
+    assert not [line for line in lines if "note" in line]
+    assert len([line for line in lines if line[0] == "-"]) <= 4
+    path.write_text(merged.after)
+    assert merge_into(path, Format.KUBERNETES, rec, Names()).diff == ""
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (
+            '{\n\t"model": "é",\n\t"max_num_seqs": 7\n}',
+            '{\n\t"model": "é",\n\t"max_num_seqs": 48,\n\t"max-num-batched-tokens": 4096\n}',
+        ),
+        (
+            '{"model":"m # 1","max-num-seqs":7}\r\n',
+            '{"model":"m # 1","max-num-seqs":48,"max-num-batched-tokens":4096}\r\n',
+        ),
+        (
+            '{"max-num-batched-tokens": 7, "model": "m"}\n',
+            '{"max-num-batched-tokens": 4096, "model": "m", "max-num-seqs": 48}\n',
+        ),
+        (
+            '{ "model": "m"\n, "max-num-seqs": 7\n}\n',
+            '{"model": "m", "max-num-seqs": 48, "max-num-batched-tokens": 4096}\n',
+        ),
+    ],
+)
+def test_json_keeps_its_indentation_and_its_end(
+    before: str, after: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.json"
+    path.write_bytes(before.encode())
+    assert merge_into(path, Format.VLLM, PLAIN, Names()).after == after
+
+
 REFUSED = [
     (
         Format.VLLM,
@@ -418,6 +471,7 @@ REFUSED = [
     ),
     (Format.VLLM, "a: [\n", "is not YAML: "),
     (Format.VLLM, "a: 1\na: 2\n", "is not YAML: a key stands there twice"),
+    (Format.VLLM, '{"model": "m", "model": "n"}', "is not YAML: a key stands there twice"),
     (Format.VLLM, "{{- if .Values.x }}\nmodel: m\n", "is not YAML: "),
     (Format.VLLM, "", "expected a configuration of vLLM with model"),
     (Format.VLLM, "- a\n", "expected a configuration of vLLM with model"),

@@ -1,19 +1,21 @@
 """Change both limits in a YAML file of the user's, and leave all else as it stands there.
 
 Comments, order, quotes and indentation survive: the file is read and written by ruamel.yaml,
-and where that would still write a line anew that nobody changed, the user's line stays. The
-change is shown as a diff in which secrets are hidden.
+and where that would still write a line anew that nobody changed, the user's line stays. A file
+of JSON stays one. The change is shown as a diff in which secrets are hidden.
 """
 
 from __future__ import annotations
 
 import difflib
 import io
+import json
 import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
@@ -75,11 +77,11 @@ def merge(path: Path, edit: Edit) -> Merged:
     """
     before = _read(path)
     text = _with_line_feeds(before)
-    yaml, documents = _loaded(path, text)
-    plain = _dumped(yaml, documents)
+    write, documents = _loaded(path, text)
+    plain = write(documents)
     secrets = secrets_in(*documents)
     notes = edit_named(path, edit, documents)
-    wanted = _dumped(yaml, documents)
+    wanted = write(documents)
     after = _kept(text, plain, wanted)
     if _values(after) != _values(wanted):
         after = wanted
@@ -173,11 +175,13 @@ def _read(path: Path) -> str:
     return text
 
 
-def _loaded(path: Path, text: str) -> tuple[YAML, list[Any]]:
+def _loaded(path: Path, text: str) -> tuple[Callable[[list[Any]], str], list[Any]]:
     """Return the documents, and the writer that gives the file back best.
 
     Raises: UsageError if the text is not YAML.
     """
+    if (document := _json_in(text)) is not None:
+        return partial(_json_like, text), [document]
     tried: list[tuple[int, YAML, list[Any]]] = []
     for indents in _INDENTS:
         yaml = _library(text, indents)
@@ -191,7 +195,38 @@ def _loaded(path: Path, text: str) -> tuple[YAML, list[Any]]:
         if not changed:
             break
     _, yaml, documents = min(tried, key=itemgetter(0))
-    return yaml, documents
+    return partial(_dumped, yaml), documents
+
+
+def _json_in(text: str) -> dict[str, Any] | None:
+    """Return the mapping that a text is in JSON, None where it is none with each key once."""
+    try:
+        found = json.loads(text, object_pairs_hook=_with_each_key_once)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _with_each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the pairs as a mapping. Raises: ValueError if a key stands there twice."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise ValueError("a key stands there twice")
+    return made
+
+
+def _json_like(text: str, documents: Sequence[Any]) -> str:
+    r"""Return a document as JSON that is indented, and ends, as a text is.
+
+    >>> _json_like('{\n\t"a": 1\n}\n', [{"b": 2}]), _json_like('{"a":1}', [{"b": 2}])
+    ('{\n\t"b": 2\n}\n', '{"b":2}')
+    """
+    depth = re.search(r"\n([ \t]+)\S", text)
+    blank = " " if re.match(r'\s*\{\s*"[^"]*":\s', text) else ""
+    signs = ("," if depth else f",{blank}", f":{blank}")
+    indent = depth and depth[1]
+    made = json.dumps(documents[0], indent=indent, separators=signs, ensure_ascii=False)
+    return made + text[len(text.rstrip()) :]
 
 
 def _no_yaml(path: Path, error: Exception) -> UsageError:
@@ -227,8 +262,10 @@ def _dumped(yaml: YAML, documents: Sequence[Any]) -> str:
     return out.getvalue()
 
 
-def _values(text: str) -> list[Any]:
-    """Return what a text says as YAML, or nothing where it is none."""
+def _values(text: str) -> dict[str, Any] | list[Any]:
+    """Return the mapping that a text is in JSON, else its documents of YAML, if any."""
+    if (document := _json_in(text)) is not None:
+        return document
     try:
         return [_comparable(each) for each in YAML().load_all(text)]
     except YAMLError:
@@ -256,7 +293,12 @@ def own_remark(comment: str) -> bool:
 
 
 def _comments(text: str) -> Counter[str]:
-    """Return all comments, and what looks like one within a text: a hash behind a blank."""
+    """Return all comments, and what looks like one within a text: a hash behind a blank.
+
+    JSON has none.
+    """
+    if _json_in(text) is not None:
+        return Counter()
     return Counter(found.rstrip() for found in _COMMENT.findall(text))
 
 
