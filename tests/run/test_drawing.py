@@ -138,6 +138,22 @@ def test_beside_one_that_may_break_an_slo_stands_one_that_surely_keeps_it() -> N
     assert shares[0] < 0.985 < shares[1]
 
 
+def test_beside_who_keeps_the_slo_and_answers_ever_fewer_stands_one_that_bears_the_load() -> (
+    None
+):
+    """The current one is offered 1.7 times what it can take; none keeps SLO and load."""
+    bound = Slo.parse("tpot_p95=17ms")
+    aim = Aim(Objective.BALANCED, (bound,), ReplayPlan(), None)
+    predictor, found = predicted(traffic(0, 700, 20.0), aim)
+    drawing = Drawing(predictor, found)
+    inside = [*drawing.contend(CURRENT, most=1).settings, CURRENT]
+    measured = [found.outcomes[limits] for limits in inside]
+    assert [isinstance(m, Measurement) and m.is_sustained for m in measured].count(True) == 1
+    choice = Choice(drawing.draws(inside, FEW_DRAWS), CURRENT)
+    assert not_none(choice.draws.p_slos_met(choice.draws.here[:, -1])) > 0.9
+    assert choice.judged.field.tolist() == [True, True, False]
+
+
 def test_where_all_make_the_batches_of_the_current_one_nobody_else_could_be_better() -> None:
     predictor, found = predicted(traffic(0, 200, 0.2))
     kinds = {o.limits for o in found.observations if not o.cap_bound}
