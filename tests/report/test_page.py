@@ -118,7 +118,7 @@ def test_where_nothing_meets_the_slos_it_says_that_and_who_is_nearest(
     told = "meets them with probability 0.31"
     assert f"Nearest is max_num_seqs 8, max_num_batched_tokens 2048: {told}" in said["answer"]
     assert f"8/2048 is nearest and {told}" in said["certainty"]
-    assert "Nothing is likely to meet the SLOs" in said["gain"]
+    assert "Nothing is likely to meet the SLOs and sustain the load" in said["gain"]
 
 
 def test_what_was_not_replayed_is_not_said_to_have_been(live: Path, tmp_path: Path) -> None:

@@ -51,7 +51,11 @@ def certainty(run: RunFiles) -> Section:
     title, advice = "How sure the answer is", run.result.recommendation
     if (nearest := run.result.nearest) is not None:
         who = f"{nearest.limits} is nearest and {nearest.text}"
-        return Section("certainty", title, (f"Nothing is likely to meet the SLOs: {who}.",))
+        return Section(
+            "certainty",
+            title,
+            (f"Nothing is likely to meet the SLOs and sustain the load: {who}.",),
+        )
     if advice is None or advice.odds is None or not advice.standings:
         return Section("certainty", title, ("No probabilities were found in this run.",))
     says = [

@@ -60,7 +60,10 @@ def gain(run: RunFiles) -> Section:
 
 def _nothing(run: RunFiles) -> str:
     if not run.result.feasible:
-        return "Nothing is likely to meet the SLOs, so nothing is recommended that could gain."
+        return (
+            "Nothing is likely to meet the SLOs and sustain the load, so that nothing is "
+            "recommended that could gain."
+        )
     advice = run.result.recommendation
     if advice is not None and run.shown == run.current:
         return sentence(f"the current configuration is what is recommended: {advice.why}")
