@@ -254,6 +254,14 @@ def test_of_bounds_only_those_are_named_that_are_kept() -> None:
     assert both.why.startswith("keeps the SLOs and the load with")
 
 
+def test_who_may_be_recommended_contends_before_who_is_better_and_may_not() -> None:
+    settings = (CURRENT, OTHER, THIRD, EngineLimits(32, 2048))
+    point = [score(v, slo=u) for v, u in ((5.0, 0.5), (2.0, 0.8), (3.0, 0.7), (1.0, 1.5))]
+    found = Draws.of(settings, point, np.repeat(drawn_of(point)[None], DRAWS, axis=0))
+    inside = Choice(found, CURRENT).contenders(3, share=0.0)
+    assert inside == [OTHER, THIRD, settings[3], CURRENT]
+
+
 def test_with_a_margin_only_those_contend_that_keep_their_slos_with_room_to_spare() -> None:
     found = draws(
         *(score(v, slo=u) for v, u in ((3.0, 0.5), (1.0, 0.96), (2.0, 0.8))), common=0

@@ -86,7 +86,8 @@ def _likeliest(
     if drawn.has_slos:
         safe = Choice(drawn.with_margin(SAFE), current, asked).contenders(1, share)[:-1]
         costs = dict(zip(drawn.settings, np.median(drawn.values, axis=0), strict=True))
-        sides.append([s for s in safe if costs[s] <= (1 + FAR) * min(costs.values())])
+        least = min((costs[s] for side in sides for s in side), default=math.inf)
+        sides.append([s for s in safe if costs[s] <= (1 + FAR) * least])
     turns = [s for pair in zip_longest(*sides) for s in pair if s is not None]
     return list(dict.fromkeys(turns))
 

@@ -191,14 +191,16 @@ class Choice:
     ) -> list[EngineLimits]:
         """Return who may yet be the best, the likeliest first, and the current one last.
 
+        Who may not be recommended comes behind who may.
+
         At most so many, who are the best in so large a share of the draws, then of the least
         expected loss. At least one other than the current one, as long as there is any. By a
         rate many settings are the same that bear the load: the smallest of them is the first.
         """
         settings, judged, now = self.draws.settings, self.judged, self._now
         alive: Bools = np.asarray(np.isfinite(self.draws.values).any(axis=0))
-        shares = judged.p_best
-        order = [int(i) for i in np.lexsort((judged.loss, -shares)) if i != now and alive[i]]
+        shares, ranks = judged.p_best, np.lexsort((judged.loss, -judged.p_best, ~judged.field))
+        order = [int(i) for i in ranks if i != now and alive[i]]
         # Among fewer there may be nobody left beside whom it shows who does not bear the load.
         bears = who_bears(self.draws, self.confidence)
         order = [i for i in order if bears[i]] or order
