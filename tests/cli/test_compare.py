@@ -22,6 +22,13 @@ from tuner.shadow.profiles import write_profile
 SOURCE = ToySource(ToyCosts(base_s=0.01, knee=64, crowd_s=0.0))
 
 
+@pytest.fixture
+def profile(tmp_path: Path) -> tuple[str, ...]:
+    """Return the options that name a profile in place of an engine."""
+    write_profile(tmp_path / "profile.yaml", a_profile())
+    return ("--profile", str(tmp_path / "profile.yaml"), "--force-profile")
+
+
 def compared(trace: Path, *more: str) -> int:
     arguments = ["--trace", str(trace), "--max-num-seqs", "16", "--batch-size", "2,4", *more]
     params = compare.make_context("compare", arguments).params
@@ -69,11 +76,9 @@ def test_what_is_kept_stands_in_the_report(
 
 
 def test_the_load_the_window_and_that_all_is_predicted_stand_on_terminal_and_page(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    profile: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_profile(tmp_path / "profile.yaml", a_profile())
     trace, folder = a_trace_file(tmp_path / "t.jsonl", 100), a_run_dir(tmp_path)
-    profile = ("--profile", str(tmp_path / "profile.yaml"), "--force-profile")
     where = ("--load", "3", "--window", "0s:1s", "--run", str(folder))
     assert compared(trace, *profile, *where) == 0
     assert capsys.readouterr().out.startswith("at 3 x the recorded load, window 0 s to 1 s")
@@ -94,12 +99,10 @@ def test_a_folder_that_holds_no_run_is_refused_before_anything_is_measured(
 
 
 def test_a_profile_predicts_the_order_of_the_field(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    profile: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two engines that share a card do no more than one, and waste what each leaves idle."""
-    write_profile(tmp_path / "profile.yaml", a_profile())
     trace = a_trace_file(tmp_path / "t.jsonl", 300)
-    profile = ("--profile", str(tmp_path / "profile.yaml"), "--force-profile")
     assert compared(trace, *profile, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert list(found) == ["recorded", "saturation"]
@@ -119,24 +122,33 @@ def test_a_profile_predicts_the_order_of_the_field(
 
 
 def test_in_a_window_several_engines_too_begin_warm(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    profile: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_profile(tmp_path / "profile.yaml", a_profile())
     trace = a_trace_file(tmp_path / "t.jsonl", 200)
-    profile = ("--profile", str(tmp_path / "profile.yaml"), "--force-profile")
     assert compared(trace, *profile, "--window", "1s:2s", "--json") == 0
     rows = json.loads(capsys.readouterr().out)["recorded"]
     assert len({row["measurement"]["completed"] for row in rows}) == 1
     assert [row["processes"] for row in rows] == [1, 2, 1, 1, 1, 1]
 
 
+def test_of_fewer_requests_than_engines_one_is_idle(
+    profile: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = a_trace_file(tmp_path / "t.jsonl", 1)
+    assert compared(trace, *profile, "--json") == 0
+    rows = json.loads(capsys.readouterr().out)["recorded"]
+    alone, two = (row["measurement"]["requests_per_s"] for row in rows[:2])
+    assert two == pytest.approx(alone / 2, 0.01)
+    assert compared(write_trace(tmp_path / "one.jsonl", n=1), "--json") == 0
+    rows = json.loads(capsys.readouterr().out)["saturation"]
+    assert [row["measurement"]["completed"] for row in rows[:2]] == [1, 1]
+
+
 def test_static_batches_that_are_offered_more_than_they_ever_serve_are_marked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    profile: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also where the window is too short to show it, and a request alone costs little."""
-    write_profile(tmp_path / "profile.yaml", a_profile())
     trace = a_trace_file(tmp_path / "t.jsonl", 100, per_s=10.0)
-    profile = ("--profile", str(tmp_path / "profile.yaml"), "--force-profile")
     assert compared(trace, *profile, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     for recorded, at_once in zip(found["recorded"], found["saturation"], strict=True):

@@ -146,9 +146,11 @@ def test_beside_who_keeps_the_slo_and_answers_ever_fewer_stands_one_that_bears_t
     aim = Aim(Objective.BALANCED, (bound,), ReplayPlan(), None)
     predictor, found = predicted(traffic(0, 700, 20.0), aim)
     drawing = Drawing(predictor, found)
-    inside = [*drawing.contend(CURRENT, most=1).settings, CURRENT]
+    contention = drawing.contend(CURRENT, most=1)
+    inside = [*contention.settings, *contention.witnesses, CURRENT]
     measured = [found.outcomes[limits] for limits in inside]
-    assert [isinstance(m, Measurement) and m.is_sustained for m in measured].count(True) == 1
+    bears = [isinstance(m, Measurement) and m.is_sustained for m in measured]
+    assert bears == [False, True, False]
     choice = Choice(drawing.draws(inside, FEW_DRAWS), CURRENT)
     assert not_none(choice.draws.p_slos_met(choice.draws.here[:, -1])) > 0.9
     assert choice.judged.field.tolist() == [True, True, False]

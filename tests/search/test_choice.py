@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.optional import not_none
 from tuner.engine.limits import EngineLimits
 from tuner.errors import NoFeasibleConfigError
-from tuner.search.choice import Choice
+from tuner.search.choice import Choice, is_likely_out, witnesses
 from tuner.search.draws import Draws, Learnable, drawn_of
 from tuner.search.effects import Effects
 from tuner.search.judging import COST, SLO, TIE_LOSS
@@ -298,6 +298,19 @@ def test_whose_queue_grows_for_good_is_nobody_who_could_yet_be_the_best() -> Non
     found = draws(score(5.1, slo=1.6, load=1.02), small, wide, error=0.01, common=0.1)
     assert Choice(found, CURRENT).contenders(share=0.0) == [THIRD, CURRENT]
     assert Choice(found.among([OTHER, CURRENT]), CURRENT).decide().winner == OTHER
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_a_witness_is_one_of_the_others_and_shows_that_somebody_is_out(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    limits = [EngineLimits(n + 1, 512) for n in range(5)]
+    here = np.exp(rng.normal(rng.normal(0.0, 0.3, (1, 5, 3)), 0.1, (20, 5, 3)))
+    found = Draws.of(limits, [score(1.0, slo=1.0)] * 5, here)
+    kept = limits[:3]
+    seen = witnesses(found, kept)
+    lost, shown = is_likely_out(here)[:3], is_likely_out(found.among(kept).here)
+    assert not set(seen) & set(kept)
+    assert len(seen) == (lost & ~shown).any()
 
 
 @given(

@@ -272,11 +272,11 @@ def _side_by_side(
         begin.wait()
         return hosts[i].replay(SATURATED, strategy.limits, own)
 
-    begin = Barrier(len(hosts))
-    with ExitStack() as stack, ThreadPoolExecutor(len(hosts)) as pool:
+    begin = Barrier(len(parts))
+    with ExitStack() as stack, ThreadPoolExecutor(len(parts)) as pool:
         for host in hosts:
             stack.enter_context(host)
-        asked = [pool.submit(_or_let_go, begin, serve, i) for i in range(len(hosts))]
+        asked = [pool.submit(_or_let_go, begin, serve, i) for i in range(len(parts))]
         try:
             rows[SATURATED] = StrategyRow(strategy, pooled([one.result() for one in asked]))
         except EngineError as error:

@@ -22,10 +22,10 @@ from tuner.replay.plan import ReplayPlan
 from tuner.replay.runner import Failure, measure_capacity
 from tuner.run.context import Workload
 from tuner.run.predict import Predictions, at_once, predict_more
-from tuner.search.choice import CONTENDS, Choice, beside, is_likely_out
+from tuner.search.choice import CONTENDS, Choice, beside, witnesses
 from tuner.search.draws import Draws, Learnable, drawn_of, wider_for
 from tuner.search.effects import UNEXPLAINED, Effects, Unexplained
-from tuner.search.judging import COST, LOAD, SLO
+from tuner.search.judging import COST, SLO
 from tuner.search.ladder import FINALISTS, alike
 from tuner.search.objective import Objective, Score
 from tuner.search.race import CONFIDENCE, Odds, RaceDecision
@@ -35,7 +35,7 @@ from tuner.shadow.predictor import Predictor
 from tuner.shadow.prepared import PreparedTrace
 from tuner.shadow.simulated import SimulatedEngine
 from tuner.shadow.step_model import StepModel
-from tuner.stats import Bools, Estimate, Floats, even_normals
+from tuner.stats import Estimate, Floats, even_normals
 from tuner.traffic.resample import Resampler, at_load
 from tuner.traffic.traces import LoadModel, Trace
 
@@ -64,10 +64,12 @@ _OWN_ERRORS = 1.645 * math.sqrt(2)
 class Contention:
     """Who could be the best by what is known, the likeliest first, without the current one.
 
+    `witnesses` could not, and show that one of these or the current one is out for the load.
     `loss` is what choosing now is expected to lose, as a share of what the best costs.
     """
 
     settings: tuple[EngineLimits, ...]
+    witnesses: tuple[EngineLimits, ...]
     loss: float
 
 
@@ -90,20 +92,6 @@ def _likeliest(
         sides.append([s for s in safe if costs[s] <= (1 + FAR) * least])
     turns = [s for pair in zip_longest(*sides) for s in pair if s is not None]
     return list(dict.fromkeys(turns))
-
-
-def _witness(drawn: Draws, kept: Sequence[EngineLimits]) -> list[EngineLimits]:
-    """Return who shows that one of those kept is out for the load, where none of them does.
-
-    Without it who keeps the SLOs, and answers ever fewer of who asks, would seem the best.
-    """
-    among: Bools = np.array([limits in kept for limits in drawn.settings])
-    lost = is_likely_out(drawn.here) & ~is_likely_out(drawn.here, among)
-    if not lost[among].any():
-        return []
-    used, bears = drawn.here[:, :, [SLO, LOAD]].max(axis=2), drawn.here[:, :, LOAD] <= 1.0
-    nearest = np.where(bears, used, math.inf).argmin(axis=1)
-    return [drawn.settings[np.bincount(nearest[bears.any(axis=1)]).argmax()]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +237,8 @@ class Drawing:
 
         Raises: NoFeasibleConfigError if every setting fails; ShadowError, UsageError.
         """
-        settings = [*self.contend(current, confidence=confidence).settings, current]
+        found = self.contend(current, confidence=confidence)
+        settings = [*found.settings, *found.witnesses, current]
         return Choice(self.draws(settings, draws), current, confidence).decide()
 
     def contend(
@@ -270,11 +259,12 @@ class Drawing:
         few = max(1, int(SIFT * self.count(draws)))
         drawn = self.draws(inside, few, is_here=True)
         found = _likeliest(drawn, current, SIFTED, 0.0, confidence)
-        inside = [*found, *_witness(drawn, [*found, current]), current]
+        inside = [*found, *witnesses(drawn, [*found, current]), current]
         drawn = self.draws(inside, draws, is_here=True)
         found = _likeliest(drawn, current, most, CONTENDS, confidence)[:most]
-        found += _witness(drawn, [*found, current])
-        return Contention(tuple(found), Choice(drawn, current, confidence).regret)
+        beside_them = witnesses(drawn, [*found, current])
+        regret = Choice(drawn, current, confidence).regret
+        return Contention(tuple(found), beside_them, regret)
 
     def draws(
         self,

@@ -73,14 +73,19 @@ class Predictions:
 
 @dataclass(frozen=True, slots=True)
 class Foretold:
-    """What was predicted of a run's space, as engines are deployed, and by what."""
+    """What was predicted of a run's space, as engines are deployed, and by what.
+
+    `witnesses` are decided beside those that race: they show that one of these is out.
+    """
 
     predictor: Predictor
     predictions: Predictions
+    witnesses: tuple[EngineLimits, ...] = ()
 
     def more(self, settings: Sequence[EngineLimits]) -> Foretold:
         """Return it with further settings. Raises: ShadowError, UsageError."""
-        found = predict_more(self.predictor.as_deployed(), self.predictions, settings)
+        wanted = (*settings, *self.witnesses)
+        found = predict_more(self.predictor.as_deployed(), self.predictions, wanted)
         return replace(self, predictions=found)
 
 

@@ -93,9 +93,13 @@ class PredictedEvidence:
         return self.plan.context.choice(drawn).regret
 
     def settings(self) -> Sequence[EngineLimits]:
-        """Return who races, but for those of which nothing could be predicted."""
-        found = self.known.predictions.outcomes
-        return [s for s in self.plan.settings if isinstance(found.get(s), Measurement)]
+        """Return who races, and who is decided beside them, as far as it could be predicted.
+
+        The current configuration comes last.
+        """
+        found, (*racing, current) = self.known.predictions.outcomes, self.plan.settings
+        settings = dict.fromkeys([*racing, *self.known.witnesses, current])
+        return [s for s in settings if isinstance(found.get(s), Measurement)]
 
     def choice(self, count: int) -> Choice:
         """Return what draws say of the predictions, moved by what the replays showed."""

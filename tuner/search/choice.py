@@ -29,6 +29,7 @@ from tuner.search.judging import (
     losses,
     mean_cost,
     open_of,
+    used_by_sustained,
     why_of,
 )
 from tuner.search.objective import WORST_SLACK, is_rate
@@ -284,6 +285,21 @@ def is_likely_out(here: Floats, field: Bools | None = None) -> Bools:
     """
     likely: Bools = is_out(here, field).mean(axis=0) > LIKELY
     return likely
+
+
+def witnesses(draws: Draws, kept: Sequence[EngineLimits]) -> tuple[EngineLimits, ...]:
+    """Return who shows that one of those kept is out for the load, where none of them does.
+
+    One of the others, or nobody. Without it who keeps the SLOs, and answers ever fewer of who
+    asks, would seem the best.
+    """
+    among: Bools = np.array([limits in kept for limits in draws.settings])
+    lost = is_likely_out(draws.here) & ~is_likely_out(draws.here, among)
+    if not lost[among].any():
+        return ()
+    used = used_by_sustained(draws.here, ~among)
+    nearest = used.argmin(axis=1)[np.isfinite(used).any(axis=1)]
+    return (draws.settings[np.bincount(nearest).argmax()],)
 
 
 def who_bears(draws: Draws, confidence: float) -> Bools:

@@ -97,8 +97,7 @@ def charged(drawn: Floats, column: int, field: Bools | None = None) -> Floats:
     """
     cost, over = drawn[:, :, column], drawn[:, :, LOAD] - 1.0
     if column != COST:
-        used = drawn[:, :, [SLO, LOAD]].max(axis=2)
-        by_bounds: Floats = np.where(is_out(drawn, field), used, cost)
+        by_bounds: Floats = np.where(is_out(drawn, field), _bounds_used(drawn), cost)
         return by_bounds
     sustains = over <= 0 if field is None else (over <= 0) & field
     missed = (over > 0) & sustains.any(axis=1, keepdims=True)
@@ -113,11 +112,27 @@ def is_out(drawn: Floats, field: Bools | None = None) -> Bools:
 
     Shapes: drawn is [draws, settings, 3], field [settings], found [draws, settings].
     """
-    used, load = drawn[:, :, [SLO, LOAD]].max(axis=2), drawn[:, :, LOAD]
-    sustains = load <= 1.0 if field is None else (load <= 1.0) & field
-    nearest = np.where(sustains, used, math.inf).min(axis=1, keepdims=True)
-    out: Bools = (load > 1.0) & (nearest < used)
+    nearest = used_by_sustained(drawn, field).min(axis=1, keepdims=True)
+    out: Bools = (drawn[:, :, LOAD] > 1.0) & (nearest < _bounds_used(drawn))
     return out
+
+
+def used_by_sustained(drawn: Floats, field: Bools | None = None) -> Floats:
+    """Return how much of its bounds who sustains the load uses; without end for all others.
+
+    And for who is not of the field. Shapes: drawn is [draws, settings, 3], field [settings],
+    found [draws, settings].
+    """
+    sustains = drawn[:, :, LOAD] <= 1.0
+    sustains = sustains if field is None else sustains & field
+    used: Floats = np.where(sustains, _bounds_used(drawn), math.inf)
+    return used
+
+
+def _bounds_used(drawn: Floats) -> Floats:
+    """Return how much of the SLOs and the load is used up, whichever is more."""
+    used: Floats = drawn[:, :, [SLO, LOAD]].max(axis=2)
+    return used
 
 
 def gain_of(pair: Floats, column: int) -> Estimate | None:

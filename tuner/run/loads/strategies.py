@@ -124,8 +124,12 @@ def predicted(
 
 
 def in_turns(trace: Trace, count: int) -> list[Trace]:
-    """Return what each of several engines gets of a trace, request by request in turns."""
-    return [trace.slice_rows(np.arange(i, len(trace), count)) for i in range(count)]
+    """Return what each of several engines gets of a trace, request by request in turns.
+
+    Of fewer requests than engines one each.
+    """
+    busy = min(count, len(trace))
+    return [trace.slice_rows(np.arange(i, len(trace), count)) for i in range(busy)]
 
 
 def row_of(strategy: Strategy, outcome: Measurement | Failure) -> StrategyRow:

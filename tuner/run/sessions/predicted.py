@@ -161,6 +161,7 @@ class PredictedSearch:
         with context.stopwatch.stage("draw"):
             drawing = Drawing(predictor.as_deployed(), known.predictions)
             found = drawing.contend(context.space.current, confidence=context.aim.confidence)
+        self.foretold = replace(known, witnesses=found.witnesses)
         context.listener.note(
             f"{predicted_text(context, known.predictions)}; could be the best: "
             f"{', '.join(map(str, found.settings)) or 'only the current one'}"
@@ -347,7 +348,7 @@ class PredictedSearch:
             settings = list(dict.fromkeys([*plan.settings[:-1], *self.finalists(profile)]))
             predicted = self.known.predictions
         plan = race_on(context, predictor, settings, plan.workload)
-        found = Foretold(predictor, predicted).more(plan.settings)
+        found = Foretold(predictor, predicted, self.known.witnesses).more(plan.settings)
         self.plan, self.foretold = plan, found
         return plan, found
 
