@@ -115,18 +115,20 @@ def predict_deployed(
     pair: tuple[EngineLimits, EngineLimits],
     metric: str,
     unexplained: Unexplained | None = None,
+    shown: tuple[EngineLimits, ...] = (),
 ) -> Deployed | None:
     """Predict a metric of one setting over another's on engines started with either.
 
-    `unexplained` is what live replays of the two showed beyond their own speed.
+    `unexplained` is what live replays of the two showed beyond their own speed, and of `shown`,
+    the witnesses beside whom they are judged.
     None where one of them fails.
 
     Raises: ShadowError, UsageError.
     """
     own, nothing = predictor.as_deployed(), Predictions(predictions.workload)
     try:
-        found = predict_more(own, nothing, pair)
-        draws = Drawing(own, found).draws(pair, DRAWS, unexplained)
+        found = predict_more(own, nothing, (*pair, *shown))
+        draws = Drawing(own, found).draws((*pair, *shown), DRAWS, unexplained)
         gain, here = draws.ratios(*pair, metric)
     except EngineError:
         return None

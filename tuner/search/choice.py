@@ -21,13 +21,11 @@ from tuner.search.judging import (
     SLO,
     TIE_LOSS,
     Judged,
+    Pair,
     charged,
-    gain_of,
-    is_better,
     is_out,
     is_sure,
     losses,
-    mean_cost,
     open_of,
     used_by_sustained,
     why_of,
@@ -36,7 +34,6 @@ from tuner.search.objective import WORST_SLACK, is_rate
 from tuner.search.race import (
     CONFIDENCE,
     LIKELY,
-    MAX_LOSS,
     STANDING_SHARES,
     Odds,
     RaceDecision,
@@ -93,7 +90,7 @@ class Choice:
                 "no configuration survived its replay", "see the causes in trials.jsonl"
             )
         settings, judged, now = self.draws.settings, self.judged, self._now
-        column, loss = judged.column, judged.loss
+        loss = judged.loss
         best, tied = self._least()
         rival = judged.rival(now) if best == now else best
         elsewhere, odds = self._beside(rival)
@@ -111,7 +108,7 @@ class Choice:
             winner=settings[best] if is_change else self.current,
             best=settings[best],
             tied=tuple(sorted(settings[i] for i in tied)),
-            gain=None if is_same else gain_of(elsewhere, column),
+            gain=None if is_same else elsewhere.gain,
             rounds=0,
             why=why_of(
                 odds,
@@ -120,27 +117,30 @@ class Choice:
                 may_rival_be=bool(judged.field[rival]),
             ),
             metric=judged.metric,
-            gain_here=None if is_same else gain_of(self.draws.here[:, [best, now]], column),
+            gain_here=None if is_same else self._here(best).gain,
             odds=odds,
             standings=self._standings(),
         )
 
-    def _beside(self, setting: int) -> tuple[Floats, Odds]:
+    def _here(self, setting: int) -> Pair:
+        """Return a setting and the current one on the traffic as recorded."""
+        pair, judged = [setting, self._now], self.judged
+        return Pair(self.draws.here[:, pair], judged.cost[:, pair], judged.column)
+
+    def _beside(self, setting: int) -> tuple[Pair, Odds]:
         """Return what other traffic makes of a setting and the current one, and the odds.
 
-        Shapes: the first is [draws, 2, 3].
+        By their bounds they are judged beside who shows that one of them is out.
         """
         draws, column = self.draws, self.judged.column
-        elsewhere = draws.elsewhere((draws.settings[setting], self.current))
-        pair = [setting, self._now]
-        cost = self.judged.cost[:, pair]
-        return elsewhere, odds_of(draws, pair, cost, elsewhere, column, self.confidence)
+        pair = (draws.settings[setting], self.current)
+        shown = () if column == COST else witnesses(draws, pair)
+        elsewhere = Pair.of(draws.elsewhere((*pair, *shown)), column)
+        here = self._here(setting)
+        return elsewhere, odds_of(draws, setting, here, elsewhere, self.confidence)
 
-    def _of_a_keep(self, odds: Odds, rival: int, elsewhere: Floats) -> Odds:
-        """Return the odds of a rival where the current setting is thought best itself.
-
-        Shapes: elsewhere is [draws, 2, 3], of the rival and the current setting.
-        """
+    def _of_a_keep(self, odds: Odds, rival: int, elsewhere: Pair) -> Odds:
+        """Return the odds of a rival where the current setting is thought best itself."""
         draws, now = self.draws, self._now
         return replace(
             odds,
@@ -150,7 +150,7 @@ class Choice:
             rival=None if rival == now else draws.settings[rival],
             is_alone=rival == now,
             open_ratio=None if rival == now else odds.open_ratio,
-            p_slo_elsewhere=draws.p_slos_met(elsewhere[:, 1]),
+            p_slo_elsewhere=draws.p_slos_met(elsewhere.drawn[:, 1]),
         )
 
     def _standings(self) -> tuple[Standing, ...]:
@@ -319,39 +319,24 @@ def who_bears(draws: Draws, confidence: float) -> Bools:
     return bears
 
 
-def odds_of(
-    draws: Draws,
-    pair: list[int],
-    charges: Floats,
-    elsewhere: Floats,
-    column: int,
-    confidence: float,
-) -> Odds:
-    """Return how sure it is that the first of a pair is better than the second.
-
-    Shapes: charges is what the two cost, [draws, 2], and elsewhere what other traffic makes of
-    them, [draws, 2, 3].
-    """
-    here = draws.here[:, pair]
-    cost, its = charges.T
-    with np.errstate(divide="ignore", invalid="ignore"):
-        loss = np.nan_to_num(its / cost - 1, nan=0.0, posinf=MAX_LOSS)
-    p_better = float(is_better(here, charges, column).mean())
+def odds_of(draws: Draws, setting: int, here: Pair, elsewhere: Pair, confidence: float) -> Odds:
+    """Return how sure it is that the first of a pair, one of the draws', is better."""
+    p_better = float(here.is_better.mean())
     # What is more probably kept than it was, and surely: the SLOs, and the load.
-    kept = (here[:, :, [SLO, LOAD]] <= 1.0).mean(axis=0)
+    kept = (here.drawn[:, :, [SLO, LOAD]] <= 1.0).mean(axis=0)
     slos, load = (kept[0] >= confidence) & (1 - kept[1] > MISSED * (1 - confidence))
     return Odds(
         p_better,
-        draws.p_slos_met(here[:, 0]),
-        draws.p_sustained(pair[0]),
-        max(0.0, float(np.minimum(loss, MAX_LOSS).mean())),
-        float(is_better(elsewhere, charged(elsewhere, column), column).mean()),
+        draws.p_slos_met(here.drawn[:, 0]),
+        draws.p_sustained(setting),
+        here.mean_loss,
+        float(elsewhere.is_better.mean()),
         meets_more=bool(slos or (load and p_better >= confidence)),
         basis=draws.basis,
         confidence=confidence,
-        open_ratio=open_of(gain_of(here, column)),
-        p_slo_elsewhere=draws.p_slos_met(elsewhere[:, 0]),
-        cost_elsewhere=mean_cost(elsewhere, column),
+        open_ratio=open_of(here.gain),
+        p_slo_elsewhere=draws.p_slos_met(elsewhere.drawn[:, 0]),
+        cost_elsewhere=elsewhere.mean_cost,
     )
 
 
@@ -369,5 +354,6 @@ def beside(
     settings = (*ours.settings, *theirs.settings)
     pair = replace(ours, settings=settings, here=here, learnable=())
     _, column, metric = criterion(pair, confidence)
-    odds = odds_of(pair, [0, 1], charged(here, column), elsewhere, column, confidence)
-    return odds, metric, gain_of(elsewhere, column)
+    other = Pair.of(elsewhere, column)
+    odds = odds_of(pair, 0, Pair.of(here, column), other, confidence)
+    return odds, metric, other.gain

@@ -18,7 +18,7 @@ import numpy as np
 
 from tuner.engine.limits import EngineLimits
 from tuner.search.effects import Effects
-from tuner.search.judging import COST, LOAD, SLO, gain_of
+from tuner.search.judging import COST, LOAD, SLO, Pair
 from tuner.search.objective import WORST_SLACK, Score, Tier
 from tuner.search.race import CONFIDENCE, OTHER_TRAFFIC
 from tuner.stats import Estimate, Floats, student_quantile
@@ -170,12 +170,12 @@ class Draws:
     ) -> tuple[Estimate | None, Estimate | None]:
         """Return a metric of one over another's on other traffic and on the recorded traffic.
 
-        Of the metric by which a decision of them was made. None without end.
+        Of the metric by which a decision of them was made, beside all others. None without end.
         """
         column = SLO if metric == WORST_SLACK else COST
-        pair = [self.settings.index(setting), self.settings.index(other)]
-        elsewhere = self.elsewhere((setting, other))
-        return gain_of(elsewhere, column), gain_of(self.here[:, pair], column)
+        among = tuple(dict.fromkeys((setting, other, *self.settings)))
+        here = self.here[:, [self.settings.index(limits) for limits in among]]
+        return Pair.of(self.elsewhere(among), column).gain, Pair.of(here, column).gain
 
     def moved(self, logs: Floats) -> Self:
         """Return the draws moved. Shapes: logs is [draws, settings, 3]."""

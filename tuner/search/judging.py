@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
@@ -74,18 +75,65 @@ def _pays_elsewhere(odds: Odds) -> bool:
     return odds.cost_elsewhere is not None and odds.cost_elsewhere <= 1 - TIE_LOSS
 
 
-def mean_cost(pair: Floats, column: int) -> float | None:
-    """Return what the first costs over the second in the mean.
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """What was drawn of two settings, and what each costs by what they are judged by.
 
-    None where it meets the SLOs in fewer of the draws. Shapes: pair is [draws, 2, 3].
+    Shapes: drawn is [draws, 2, 3], cost [draws, 2].
     """
-    met, its = (pair[:, :, SLO] <= 1.0).sum(axis=0)
-    if met < its:
-        return None
-    ours, theirs = charged(pair, column).T
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratios = np.nan_to_num(ours / theirs, nan=1.0, posinf=1 + MAX_LOSS)
-    return float(np.minimum(ratios, 1 + MAX_LOSS).mean())
+
+    drawn: Floats
+    cost: Floats
+    column: int
+
+    @classmethod
+    def of(cls, drawn: Floats, column: int) -> Self:
+        """Return the first two of some settings, as they are judged among these.
+
+        Shapes: drawn is [draws, settings, 3].
+        """
+        return cls(drawn[:, :2], charged(drawn, column)[:, :2], column)
+
+    @property
+    def is_better(self) -> Bools:
+        """In which draws the first is better: it alone keeps its SLOs, or costs less.
+
+        Judged by its bounds it is if it uses less of them. Shapes: [draws].
+        """
+        ours, theirs = (self.drawn[:, :, SLO] <= 1.0).T
+        is_less: Bools = self.cost[:, 0] < self.cost[:, 1]
+        better: Bools = (ours & ~theirs) | ((ours == theirs) & is_less)
+        return is_less if self.column != COST else better
+
+    @property
+    def gain(self) -> Estimate | None:
+        """What the first costs over the second, with its interval; None without end.
+
+        What a missed load costs is in none of it where what is optimised decides.
+        """
+        return ratio_of(self.drawn[:, :, COST] if self.column == COST else self.cost)
+
+    @property
+    def mean_cost(self) -> float | None:
+        """What the first costs over the second in the mean.
+
+        None where it meets the SLOs in fewer of the draws.
+        """
+        met, its = (self.drawn[:, :, SLO] <= 1.0).sum(axis=0)
+        if met < its:
+            return None
+        ours, theirs = self.cost.T
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratios = np.nan_to_num(ours / theirs, nan=1.0, posinf=1 + MAX_LOSS)
+        return float(np.minimum(ratios, 1 + MAX_LOSS).mean())
+
+    @property
+    def mean_loss(self) -> float:
+        """What the second costs more than the first, in the mean; 0 at least."""
+        ours, theirs = self.cost.T
+        with np.errstate(divide="ignore", invalid="ignore"):
+            loss = np.nan_to_num(theirs / ours - 1, nan=0.0, posinf=MAX_LOSS)
+        return max(0.0, float(np.minimum(loss, MAX_LOSS).mean()))
 
 
 def charged(drawn: Floats, column: int, field: Bools | None = None) -> Floats:
@@ -133,30 +181,6 @@ def _bounds_used(drawn: Floats) -> Floats:
     """Return how much of the SLOs and the load is used up, whichever is more."""
     used: Floats = drawn[:, :, [SLO, LOAD]].max(axis=2)
     return used
-
-
-def gain_of(pair: Floats, column: int) -> Estimate | None:
-    """Return what the first costs over the second, with its interval; None without end.
-
-    What a missed load costs is in none of it where settings are judged by what is optimised.
-
-    Shapes: pair is [draws, 2, 3].
-    """
-    return ratio_of(pair[:, :, COST] if column == COST else charged(pair, column))
-
-
-def is_better(pair: Floats, charges: Floats, column: int) -> Bools:
-    """Return in which draws the first is better: it alone keeps its SLOs, or costs less.
-
-    Judged by its bounds it is if it uses less of them.
-
-    Shapes: pair is [draws, 2, 3], charges [draws, 2].
-    """
-    ours, theirs = (pair[:, :, SLO] <= 1.0).T
-    cost, its = charges.T
-    is_less: Bools = cost < its
-    better: Bools = (ours & ~theirs) | ((ours == theirs) & is_less)
-    return is_less if column != COST else better
 
 
 def why_of(odds: Odds, confidence: float, *, is_same: bool, may_rival_be: bool = True) -> str:

@@ -366,15 +366,16 @@ class PredictedSearch:
         others = [start for start in profile.kv_starts if start.limits not in pair]
         own = foretold.predictor.of(replace(profile, kv_starts=(*known, *others)))
         parts = (foretold.predictions, plan.workload, pair, decision.metric)
-        return predict_deployed(own, *parts, self._shown_of(pair))
+        shown = tuple(limits for limits in foretold.witnesses if limits not in pair)
+        return predict_deployed(own, *parts, self._unexplained((*pair, *shown)), shown)
 
-    def _shown_of(self, pair: Sequence[EngineLimits]) -> Unexplained | None:
+    def _unexplained(self, wanted: Sequence[EngineLimits]) -> Unexplained | None:
         """Return what the race showed of settings beyond the prediction, None without one."""
         evidence = self.evidence
         settings = [] if evidence is None else list(evidence.settings())
-        if evidence is None or not set(pair) <= set(settings):
+        if evidence is None or not set(wanted) <= set(settings):
             return None
-        return evidence.unexplained().among([settings.index(limits) for limits in pair])
+        return evidence.unexplained().among([settings.index(limits) for limits in wanted])
 
     def decide(self) -> RaceDecision:
         """Decide by what was predicted alone, where the time held no race.
