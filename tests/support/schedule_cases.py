@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -32,10 +33,13 @@ class Case:
     plan: ReplayPlan
 
 
-def random_case(seed: int, *, is_by_priority: bool = False) -> Case:
+def random_case(
+    seed: int, *, is_by_priority: bool = False, has_windows: bool | None = None
+) -> Case:
     """Return the case of a seed: small numbers, so that every edge is met often.
 
-    One in seven serves by priority, or every one.
+    One in seven serves by priority, or every one; one in four has layers that look back a
+    window, or every one, or none.
     """
     rng = np.random.default_rng(seed)
     block = int(rng.choice([1, 4, 8, 16, 16, 16, 32]))
@@ -53,6 +57,11 @@ def random_case(seed: int, *, is_by_priority: bool = False) -> Case:
     blocks = int(rng.choice([enough, scarce, scarce]))
     if shape.scheduler["watermark"]:
         blocks = max(blocks, 2 * least)
+    wins = np.random.default_rng([seed, 5])
+    if wins.random() < 0.25 if has_windows is None else has_windows:
+        shape = replace(shape, **_groups(wins, block))
+        # Each holds a block where one group held it.
+        blocks = (blocks - 2) * len(shape.kv_groups) + 2
     model, plan = _model(rng), _plan(rng, trace)
     if rng.random() < 0.2:
         lead_in_s = float(rng.uniform(0, trace.due_s[-1]))
@@ -74,6 +83,25 @@ def random_case(seed: int, *, is_by_priority: bool = False) -> Case:
     if plan.load_model is LoadModel.OPEN and plan.batches is None and rng.random() < 0.4:
         plan = replace(plan, gate=_gate(rng))
     return Case(engine, trace, limits, plan)
+
+
+def _groups(rng: np.random.Generator, block: int) -> dict[str, Any]:
+    """Return the groups of a model whose layers look back a window, or some of them."""
+    windows = [(True, False), (False, True), (True, True, False), (True,), (True, False, False)]
+    looks_back = windows[int(rng.integers(0, len(windows)))]
+    window = int(rng.choice([2, block, block + 1, 2 * block, 3 * block + 2, 33, 200]))
+    window = max(2, window)
+    kept = [None, 0, 0, block * int(rng.choice([1, 2, 5]))][int(rng.integers(0, 4))]
+    groups = tuple(
+        {
+            "kind": "SlidingWindowSpec" if looks else "FullAttentionSpec",
+            "block_size": block,
+            "sliding_window": window if looks else None,
+            "prefix_cache_retention_interval": kept,
+        }
+        for looks in looks_back
+    )
+    return {"kv_kind": " and ".join(g["kind"] for g in groups), "kv_groups": groups}
 
 
 def _gate(rng: np.random.Generator) -> GateLimits:

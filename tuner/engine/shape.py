@@ -12,21 +12,66 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final
+from typing import Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
-from tuner.stats import Floats
+from tuner.stats import Floats, Ints
 
-# The kinds of KV cache whose blocks the simulator keeps account of. Of others (sliding windows,
-# state-space layers, several groups at once) vLLM's own scheduler is asked.
-SUPPORTED_KV = ("full_attention",)
+# The kind of KV cache of a model whose layers all see the whole context.
+FULL_ATTENTION: Final = "full_attention"
 
 KvGroup = Mapping[str, bool | int | str | None]
 """A group of a model's KV cache: vLLM's class of it as `kind`, and its plain fields."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """Groups of layers that each hold a block for the same tokens.
+
+    `looks_back` says of each whether its layers see the last `window` tokens alone, 0 where
+    none do. Of what such groups hold the prefix cache keeps the last window of a prompt, and
+    that before every multiple of `retention` tokens, none where it is 0; all where it is None.
+
+    Units: tokens.
+    """
+
+    looks_back: tuple[bool, ...] = (False,)
+    window: int = 0
+    retention: int | None = None
+
+    @classmethod
+    def of_groups(cls, groups: Sequence[KvGroup], block_size: int) -> Self | None:
+        """Return that of a model's groups; None of some that hold their blocks otherwise.
+
+        As of state-space layers, windows of several lengths or blocks of several sizes.
+        """
+        windows = {group.get("sliding_window") for group in groups} - {None}
+        kinds = [group.get("kind") for group in groups]
+        held = {group.get("block_size") for group in groups}
+        if len(windows) > 1 or held != {block_size} or not {*kinds} <= _WINDOWS.keys():
+            return None
+        looks_back = tuple(_WINDOWS[str(kind)] for kind in kinds)
+        if any(group.get(name) not in given for group in groups for name, given in _AS_THESE):
+            return None
+        if not any(looks_back):
+            return cls(looks_back)
+        window, kept = int(windows.pop() or 0), groups[0].get("prefix_cache_retention_interval")
+        retention = None if kept is None else int(kept)
+        return None if window == 1 else cls(looks_back, window, retention)
+
+
+# Whether vLLM's kinds of groups look back a window; one that could but keeps all does not.
+_WINDOWS: Final = {"FullAttentionSpec": False, "SlidingWindowSpec": True}
+# What else is known of a group has to be one of these.
+_AS_THESE: Final = (
+    ("extra_retained_tokens", (None, 0)),
+    ("attention_chunk_size", (None,)),
+    ("tokens_per_state", (None, 1)),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +129,7 @@ class EngineShape:
     `scheduler` holds the plain options of vLLM's SchedulerConfig under vLLM's names, the two
     tuned limits excepted. `captured_sizes` are the batch sizes in tokens for which graphs were
     captured, ascending, empty where there are none, of batches with prompts too if
-    `captures_mixed`. `kv_kind` is "full_attention", or what else the model's KV cache is made
+    `captures_mixed`. `kv_kind` is FULL_ATTENTION, or what else the model's KV cache is made
     of, whose groups then are in `kv_groups`. `block_bytes` is what a block takes of the memory
     of a device, 0 where nobody knows.
 
@@ -111,6 +156,36 @@ class EngineShape:
     def __post_init__(self) -> None:
         """Check the captured sizes."""
         _ = self.graphs
+
+    @property
+    def kv_layout(self) -> KvLayout | None:
+        """What requests hold of its KV cache; None where nothing but vLLM knows."""
+        if self.kv_kind == FULL_ATTENTION:
+            return KvLayout()
+        return KvLayout.of_groups(self.kv_groups, self.block_size)
+
+    def most_in_window(self, in_flight_tokens: int) -> int:
+        """Return how many blocks a group that looks back a window holds of a request at most.
+
+        Source: vLLM 0.32, vllm/v1/kv_cache_interface.py, SlidingWindowSpec.
+        """
+        window = 0 if self.kv_layout is None else self.kv_layout.window
+        tokens = min(window - 1 + in_flight_tokens, self.max_model_len)
+        return -(-tokens // self.block_size) + 1
+
+    def held_blocks(self, tokens: Ints, in_flight_tokens: int = 1) -> Ints:
+        """Return how many blocks requests hold of which so many tokens are computed.
+
+        With so many in batches on their way, which groups that look back a window keep; where
+        only vLLM knows what they hold, as layers that see the whole context do.
+
+        Shapes: those of tokens.
+        """
+        whole = -(-tokens // self.block_size)
+        looks_back = (self.kv_layout or KvLayout()).looks_back
+        in_window = np.minimum(whole, self.most_in_window(in_flight_tokens))
+        held: Ints = looks_back.count(False) * whole + looks_back.count(True) * in_window
+        return held
 
     @property
     def has_priorities(self) -> bool:

@@ -266,7 +266,9 @@ class Blocks:
         space, trace, request_s = self.runner.context.space, self.trace, self._request_s
         in_time = max(1, int(BLOCK_S / max(request_s, 1e-9)))
         mean = float((trace.prompt_tokens + MANY_STEPS).mean())
-        held = int(self._held_tokens() / mean)
+        calibration = self.calibrator.calibration
+        each = int(calibration.shape.held_blocks(np.array([math.ceil(mean)]))[0])
+        held = calibration.starts[0].num_blocks // max(each, 1)
         most = max(1, min(len(trace), space.ceiling.max_num_seqs))
         settings = [space.current, space.ceiling, *calibration_settings(space, most / 2)]
         blocks = []
@@ -280,10 +282,6 @@ class Blocks:
                 rows = np.sort(self.rng.choice(len(trace), count, replace=False))
                 blocks.append(Block.burst(limits, trace, rows, steps, share))
         self._replay(blocks, [MAX_BLOCK * BLOCK_S] * len(blocks))
-
-    def _held_tokens(self) -> float:
-        calibration = self.calibrator.calibration
-        return calibration.starts[0].num_blocks * calibration.shape.block_size
 
     def _learnt(self) -> tuple[Profile, Speed]:
         """Return what is learnt, of more bursts while their steps are too few.

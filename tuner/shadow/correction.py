@@ -196,8 +196,8 @@ class Anchor:
             )
         # What the prefix cache held may be shared.
         own = self.prompt_tokens + self.output_tokens // 2 or self.context_tokens
-        blocks, size = profile.num_blocks_at(limits), profile.shape.block_size
-        held = math.floor(self.running) * -(-own // size)
+        blocks = profile.num_blocks_at(limits)
+        held = math.floor(self.running) * int(profile.shape.held_blocks(np.array([own]))[0])
         if held > blocks:
             raise ShadowError(
                 f"{self.running:.4g} requests of {own:,} tokens take {held:,} KV-cache blocks, "

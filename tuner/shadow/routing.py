@@ -122,6 +122,7 @@ def _bring(many, common, fleet, i, until_s):
         c.held,
         c.reached,
         c.firsts,
+        c.looks_back,
     )
     while x[s.NOW] < until_s and g[s.STATUS] == s.GOES:
         admit(g, x, f, r, q, tr)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tuner.engine.limits import EngineLimits
-from tuner.engine.shape import SUPPORTED_KV, EngineShape
+from tuner.engine.shape import EngineShape, KvLayout
 from tuner.errors import EngineError, ShadowError
 from tuner.replay.plan import ReplayPlan
 from tuner.shadow.prepared import PreparedTrace, fixed
@@ -36,7 +36,7 @@ _KNOWN: Final[Mapping[str, tuple[object, ...] | None]] = {
     "prefill_schedule_interval": None,
     "max_num_queued_reqs": (None,),
     "max_num_queued_tokens": (None,),
-    # Of no consequence to the schedule of a text model with one group of full attention.
+    # Of no consequence to the schedule of a text model with groups as they are.
     "disable_chunked_mm_input": None,
     "disable_hybrid_kv_cache_manager": None,
     "enable_prefix_caching": None,
@@ -60,7 +60,7 @@ def unknown_options(shape: EngineShape) -> list[str]:
         for name, value in sorted(shape.scheduler.items())
         if name not in _KNOWN or ((allowed := _KNOWN[name]) and value not in allowed)
     ]
-    if shape.kv_kind not in SUPPORTED_KV:
+    if shape.kv_layout is None:
         kinds = Counter(shape.kv_kind.split(" and ")).items()
         words = " and ".join(f"{n} {kind}" if n > 1 else kind for kind, n in kinds)
         notes.append(f"a KV cache of {words}")
@@ -92,6 +92,11 @@ class SimulatedEngine:
         if self.num_blocks < 2:
             raise ShadowError(f"a KV cache has 2 blocks or more, got {self.num_blocks}")
 
+    @property
+    def layout(self) -> KvLayout:
+        """The groups of its KV cache, which are known."""
+        return self.shape.kv_layout or KvLayout()
+
 
 def first_slots(engine: SimulatedEngine, prepared: PreparedTrace, limits: EngineLimits) -> int:
     """Return for how many requests that run or were preempted there is room at first."""
@@ -107,11 +112,9 @@ def check_sizes(engine: SimulatedEngine, prepared: PreparedTrace) -> None:
     shape, blocks = engine.shape, engine.num_blocks - 1
     # The last token of an answer is never computed.
     longest, _ = prepared.longest(shape.max_model_len)
-    if -(-(longest - 1) // shape.block_size) > blocks:
+    if shape.held_blocks(np.array([longest - 1]))[0] > blocks:
         tokens = prepared.prompts + prepared.outputs
-        needed = np.where(
-            tokens <= shape.max_model_len, -(-(tokens - 1) // shape.block_size), 0
-        )
+        needed = np.where(tokens <= shape.max_model_len, shape.held_blocks(tokens - 1), 0)
         row = int(np.argmax(needed > blocks))
         raise EngineError(
             f"request {row} is larger than the KV cache: it takes {needed[row]} blocks of"
@@ -161,10 +164,27 @@ def integers(
     recorded = 1 if trace.hashes is None else trace.hashes.block_size
     g[s.RECORDED_BLOCK], g[s.LINK_KEYS] = recorded, recorded // block + 1
     longest, answer = prepared.longest(shape.max_model_len)
-    g[s.WIDTH] = longest // block + 2
+    _go_by_layout(g, engine, longest // block + 2)
     # The calendar has days for more steps than any answer takes, a power of two.
     g[s.LAST_DAY] = (1 << (answer + 1).bit_length()) - 1
     return g
+
+
+def _go_by_layout(g: NDArray[np.int64], engine: SimulatedEngine, room: int) -> None:
+    """Set what the groups of a KV cache hold, with room for so many blocks of a request."""
+    layout = engine.layout
+    g[s.GROUPS], g[s.WINDOWED] = len(layout.looks_back), sum(layout.looks_back)
+    g[s.WINDOW], g[s.ROOM_OF_GROUP] = layout.window, room
+    g[s.WIDTH] = room * g[s.GROUPS]
+    # Up to 0.25 what lies behind a window is given back while a batch on its way may read it;
+    # since then all tokens of each batch on its way may be one request's.
+    g[s.SETTLES] = engine.shape.asynchronous and engine.shape.is_since(26)
+    in_flight = engine.ceiling.max_num_batched_tokens * (1 + int(g[s.SETTLES]))
+    kept = layout.retention
+    kept = kept if engine.shape.is_since(23) else None
+    g[s.RETENTION] = -1 if kept is None else kept // engine.shape.block_size
+    g[s.JUNCTIONS] = engine.shape.is_since(26)
+    g[s.MOST_IN_WINDOW] = engine.shape.most_in_window(in_flight)
 
 
 def _go_by_plan(g: NDArray[np.int64], plan: ReplayPlan) -> None:
@@ -234,13 +254,16 @@ def table(model: StepModel, g: NDArray[np.int64]) -> Floats:
 def work(g: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the room for lists, with where each begins."""
     slots, block = int(g[s.SLOTS]), int(g[s.BLOCK])
+    days, counts = int(g[s.LAST_DAY]) + 1, bool(g[s.WINDOWED]) and not g[s.IS_CACHED]
     sizes = {
         s.AT_RUN: 2 * slots + 2,
-        s.AT_CALENDAR: int(g[s.LAST_DAY]) + 1,
+        s.AT_CALENDAR: days,
         s.AT_PHASES: block,
         s.AT_BUCKETS: block,
         s.AT_FRONT: slots + 1,
         s.AT_FREE_SLOTS: slots,
+        s.AT_LONG: block if counts else 0,
+        s.AT_OVERTAKES: days if counts else 0,
         s.AT_SINGLES: s.PIPE * 2 * slots,
         s.AT_ENDS: s.PIPE * 2 * slots,
         s.AT_BATCHES: s.PIPE * s.BATCH_FIELDS,
@@ -250,7 +273,7 @@ def work(g: NDArray[np.int64]) -> NDArray[np.int64]:
         g[name] = at
         at += size
     work = np.zeros(at, np.int64)
-    for at, size in ((s.AT_BUCKETS, block), (s.AT_CALENDAR, int(g[s.LAST_DAY]) + 1)):
+    for at, size in ((s.AT_BUCKETS, block), (s.AT_CALENDAR, days)):
         work[g[at] : g[at] + size] = -1
     work[g[s.AT_FREE_SLOTS] : g[s.AT_FREE_SLOTS] + slots] = np.arange(slots)[::-1]
     return work
@@ -268,14 +291,18 @@ def ready(prepared: PreparedTrace, g: NDArray[np.int64]) -> Floats:
     return ready
 
 
-def cache(prepared: PreparedTrace, g: NDArray[np.int64], *, caches: bool) -> s.Cache:
+def cache(
+    prepared: PreparedTrace, g: NDArray[np.int64], layout: KvLayout, *, caches: bool
+) -> s.Cache:
     """Return the blocks of a replay that begins, next to nothing where they are but counted."""
+    looks_back = fixed(np.array(layout.looks_back), np.bool_)
     if not caches:
         no_row = fixed(np.empty(0), np.int64)
         pool, keys = np.empty((1, s.BLOCK_FIELDS), np.int32), np.empty(1, np.int64)
         tables, heads = np.empty((2, 1, 1), np.int32), np.empty(1, np.int32)
         links = fixed(np.empty(0), np.int32)
-        return s.Cache(pool, keys, tables, heads, links, *[no_row] * 6)
+        of_rows = (no_row, no_row, no_row, no_row, no_row, no_row)
+        return s.Cache(pool, keys, tables, heads, links, *of_rows, looks_back)
     blocks = int(g[s.ALL_BLOCKS])
     pool = np.zeros((blocks + 1, s.BLOCK_FIELDS), np.int32)
     pool[:, s.NEXT_FREE] = np.roll(np.arange(blocks + 1), -1)
@@ -283,12 +310,11 @@ def cache(prepared: PreparedTrace, g: NDArray[np.int64], *, caches: bool) -> s.C
     pool[:, s.SAME_KEY] = -1
     links, starts, covered, count = prepared.chains
     firsts, count = prepared.own_keys(int(g[s.BLOCK]), count * int(g[s.LINK_KEYS]))
-    heads = np.full(max(1, count), -1, np.int32)
+    heads = np.full(max(1, count * len(layout.looks_back)), -1, np.int32)
     nobody = np.zeros(len(prepared.trace), np.int64)
     of = prepared.held or HeldAnswers(nobody, nobody, nobody)
     before, held, reached = (fixed(c, np.int64) for c in (of.before, of.held, of.reached))
     tables = np.empty((2, int(g[s.SLOTS]), int(g[s.WIDTH])), np.int32)
     keys = np.full(blocks + 1, s.NO_KEY, np.int64)
-    return s.Cache(
-        *(pool, keys, tables, heads, links, starts, covered, before, held, reached, firsts)
-    )
+    numbered = (heads, links, starts, covered, before, held, reached, firsts)
+    return s.Cache(pool, keys, tables, *numbered, looks_back)

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from tuner.engine.limits import EngineLimits
-from tuner.engine.shape import SUPPORTED_KV, EngineShape
+from tuner.engine.shape import FULL_ATTENTION, EngineShape
 from tuner.engine.steps import CostSums, StepColumns, StepSummary, joined
 from tuner.errors import EngineError, ReplayError, UsageError
 from tuner.files import free_bytes
@@ -139,7 +139,7 @@ class Simulation:
         self._histograms = _histograms()
         self._log = np.empty((_LOG_ROWS if plan.keep_steps else 1, s.LOG_FIELDS))
         self._ready = simulated.ready(prepared, self._g)
-        self._cache = simulated.cache(prepared, self._g, caches=caches)
+        self._cache = simulated.cache(prepared, self._g, engine.layout, caches=caches)
 
     def run(self, on_progress: Callable[[Progress], bool] | None) -> int:
         """Go on to the end, or until the caller stops it; return the status.
@@ -321,7 +321,7 @@ def tiny_replay() -> tuple[SimulatedEngine, PreparedTrace, EngineLimits, ReplayP
         vocab_size=100,
         max_model_len=16,
         block_size=4,
-        kv_kind=SUPPORTED_KV[0],
+        kv_kind=FULL_ATTENTION,
         prefix_caching=True,
         asynchronous=True,
         captured_sizes=(),

@@ -16,7 +16,7 @@ from tuner.engine.compat.shape import RETENTION, plain_group
 from tuner.engine.demo import demo_engine_args
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Emitted, Prompt
-from tuner.engine.shape import SUPPORTED_KV, EngineShape, KvGroup
+from tuner.engine.shape import FULL_ATTENTION, EngineShape, KvGroup
 from tuner.errors import EngineError, ShadowError
 
 # A token that no prompt holds; which one it is makes no difference to the schedule.
@@ -31,7 +31,7 @@ def stand_in_config(shape: EngineShape, ceiling: EngineLimits) -> Any:
 
     Raises: UsageError or ShadowError when this vLLM has no such option.
     """
-    if shape.kv_kind not in SUPPORTED_KV and not shape.kv_groups:
+    if shape.kv_kind != FULL_ATTENTION and not shape.kv_groups:
         raise ShadowError(
             f"the shadow cannot keep account of a KV cache of {shape.kv_kind}",
             "use --method live",

@@ -9,7 +9,7 @@ from enum import Enum
 from types import SimpleNamespace
 from typing import Any, Final
 
-from tuner.engine.shape import SUPPORTED_KV, EngineShape, KvGroup
+from tuner.engine.shape import FULL_ATTENTION, EngineShape, KvGroup
 from tuner.errors import ShadowError
 
 # Options of SchedulerConfig that decide nothing about a text model's schedule, or that are
@@ -93,7 +93,7 @@ def _shape(vllm_config: Any, block_size: int, device: str, version: str) -> Engi
         vocab_size=int(model.get_vocab_size()),
         max_model_len=int(model.max_model_len),
         block_size=block_size,
-        kv_kind=SUPPORTED_KV[0],
+        kv_kind=FULL_ATTENTION,
         prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
         asynchronous=bool(getattr(vllm_config.scheduler_config, "async_scheduling", False)),
         captured_sizes=captured_sizes(vllm_config),

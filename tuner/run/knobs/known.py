@@ -112,7 +112,9 @@ def least_blocks(profile: Profile) -> int:
 
     Source: vLLM vllm/v1/core/kv_cache_utils.py, _check_enough_kv_cache_memory.
     """
-    return -(-profile.shape.max_model_len // profile.shape.block_size)
+    shape, at = profile.shape, profile.current_limits
+    in_flight = at.max_num_batched_tokens * (2 if shape.asynchronous else 1)
+    return int(shape.held_blocks(np.array([shape.max_model_len]), in_flight)[0])
 
 
 def kv_times(place: Place, ratio: float) -> Change:

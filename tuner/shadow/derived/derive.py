@@ -19,7 +19,7 @@ import numpy as np
 
 from tuner.engine.limits import EngineLimits
 from tuner.engine.serve_config import hyphenated
-from tuner.engine.shape import SUPPORTED_KV, EngineShape
+from tuner.engine.shape import FULL_ATTENTION, EngineShape
 from tuner.engine.steps import StepColumns
 from tuner.errors import UsageError
 from tuner.shadow.derived.gpus import GPUS, NODE_GPUS
@@ -203,7 +203,7 @@ def _shape(wanted: Wanted, config: ModelConfig) -> EngineShape:
         vocab_size=config.integer("vocab_size", 32000),
         max_model_len=wanted.max_model_len or config.usual_length,
         block_size=served.block_size,
-        kv_kind=SUPPORTED_KV[0],
+        kv_kind=FULL_ATTENTION,
         prefix_caching=served.prefix_caching,
         asynchronous=served.asynchronous,
         captured_sizes=(),

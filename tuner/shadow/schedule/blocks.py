@@ -1,6 +1,10 @@
 """Blocks of the KV cache: counted, or with the prefix cache as vLLM keeps it.
 
-Source: vLLM 0.32, vllm/v1/core/kv_cache_manager.py, block_pool.py.
+A request holds a block for the same tokens in every group of layers; a group that looks back a
+window gives back what lies behind it.
+
+Source: vLLM 0.32, vllm/v1/core/kv_cache_manager.py, single_type_kv_cache_manager.py,
+block_pool.py.
 """
 
 from __future__ import annotations
@@ -71,10 +75,10 @@ def _take_block(g, r, kv):
 
 
 @inner
-def key_at(g, kv, row, at):
+def key_at(g, kv, row, at, group):
     """Return the key of a request's block: shared with equal beginnings, or its own.
 
-    What it holds of the turn before it has that turn's keys.
+    What it holds of the turn before it has that turn's keys. Each group has its own.
     """
     end = (at + 1) * g[s.BLOCK]
     while end <= kv.held[row]:
@@ -82,10 +86,12 @@ def key_at(g, kv, row, at):
     if end <= kv.covered[row]:
         link = (end - 1) // g[s.RECORDED_BLOCK]
         first = (link * g[s.RECORDED_BLOCK]) // g[s.BLOCK]
-        return np.int64(kv.links[kv.starts[row] + link]) * g[s.LINK_KEYS] + at - first
+        key = np.int64(kv.links[kv.starts[row] + link]) * g[s.LINK_KEYS] + at - first
+        return key * g[s.GROUPS] + group
     if end <= kv.reached[row]:
-        return kv.firsts[row] + at
-    return np.int64(-2) - (np.int64(row) * g[s.WIDTH] + at)
+        return (kv.firsts[row] + at) * g[s.GROUPS] + group
+    place = group * g[s.ROOM_OF_GROUP] + at
+    return np.int64(-2) - (np.int64(row) * g[s.WIDTH] + place)
 
 
 @inner
@@ -117,15 +123,39 @@ def _remember(g, kv, slot, block, key):
     kv.pool[last, s.SAME_KEY] = block
 
 
+@inner
+def blocks_of_window(g):
+    """Return of how many blocks before its end a hit needs all, where layers look back."""
+    return (g[s.WINDOW] - 2) // g[s.BLOCK] + 1
+
+
+@inner
+def _serves_a_hit(g, sl, slot, at):
+    """Whether the prefix cache keeps a block of a group that looks back a window."""
+    if at < sl[slot, s.SKIPPED]:
+        return False
+    wanted, each = blocks_of_window(g), g[s.RETENTION]
+    if each < 0 or (each > 0 and at % each >= each - wanted):
+        return True
+    end = (sl[slot, s.PROMPT] - 1) // g[s.BLOCK]
+    junction = sl[slot, s.JUNCTION]
+    return end - wanted <= at < end or junction - wanted <= at < junction
+
+
 @inlined
 def cache_up_to(g, sl, kv, slot, tokens):
     """Give all blocks that so many tokens fill their keys."""
     full = tokens // g[s.BLOCK]
     row = sl[slot, s.ROW]
-    for at in range(sl[slot, s.CACHED], full):
-        key = key_at(g, kv, row, at)
-        _remember(g, kv, slot, kv.tables[0, slot, at], key)
-    sl[slot, s.CACHED] = max(sl[slot, s.CACHED], full)
+    if full <= sl[slot, s.CACHED]:
+        return
+    for group in range(g[s.GROUPS]):
+        first = group * g[s.ROOM_OF_GROUP]
+        for at in range(sl[slot, s.CACHED], full):
+            if not kv.looks_back[group] or _serves_a_hit(g, sl, slot, at):
+                key = key_at(g, kv, row, at, group)
+                _remember(g, kv, slot, kv.tables[0, slot, first + at], key)
+    sl[slot, s.CACHED] = full
 
 
 @inlined
@@ -136,26 +166,47 @@ def grow(g, sl, r, kv, slot, blocks):
         return
     sl[slot, s.BLOCKS] = blocks
     if g[s.IS_CACHED]:
-        for at in range(have, blocks):
-            kv.tables[0, slot, at] = _take_block(g, r, kv)
+        for group in range(g[s.GROUPS]):
+            first = group * g[s.ROOM_OF_GROUP]
+            for at in range(have, blocks):
+                kv.tables[0, slot, first + at] = _take_block(g, r, kv)
     else:
-        g[s.FREE] -= blocks - have
+        g[s.FREE] -= g[s.GROUPS] * (blocks - have)
+
+
+@inner
+def behind_window(g, settled):
+    """Return how many blocks lie behind the window of what comes after so many tokens."""
+    return max(0, settled - g[s.WINDOW] + 1) // g[s.BLOCK]
 
 
 @inlined
-def release(g, sl, kv, slot):
-    """Give back a request's blocks: the last first, those without a key before all others.
-
-    Before KEYLESS_FIRST they wait like others.
-    """
-    if not g[s.IS_CACHED]:
-        g[s.FREE] += sl[slot, s.BLOCKS]
-        sl[slot, s.BLOCKS] = 0
+def slide(g, sl, kv, slot, settled):
+    """Give back what lies behind the window, of so many tokens that no batch reads any more."""
+    if g[s.WINDOWED] == 0:
         return
+    begin, end = sl[slot, s.SKIPPED], min(behind_window(g, settled), sl[slot, s.BLOCKS])
+    if end <= begin:
+        return
+    sl[slot, s.SKIPPED] = end
+    if not g[s.IS_CACHED]:
+        g[s.FREE] += g[s.WINDOWED] * (end - begin)
+        return
+    for group in range(g[s.GROUPS]):
+        if kv.looks_back[group]:
+            _give_back(g, kv, slot, group, begin, end)
+
+
+@inner
+def _give_back(g, kv, slot, group, begin, end):
+    """Let go of a request's blocks of a group, the last first.
+
+    Those without a key wait before all others, or, before KEYLESS_FIRST, like others.
+    """
     sentinel = g[s.ALL_BLOCKS]
-    front = sentinel
-    for at in range(sl[slot, s.BLOCKS] - 1, -1, -1):
-        block = kv.tables[0, slot, at]
+    front, first = sentinel, group * g[s.ROOM_OF_GROUP]
+    for at in range(end - 1, begin - 1, -1):
+        block = kv.tables[0, slot, first + at]
         kv.pool[block, s.HOLDERS] -= 1
         if kv.pool[block, s.HOLDERS] > 0:
             continue
@@ -165,5 +216,15 @@ def release(g, sl, kv, slot):
             front = block
         else:
             _link(kv.pool, block, kv.pool[sentinel, s.BEFORE_FREE])
-    sl[slot, s.BLOCKS] = 0
-    sl[slot, s.CACHED] = 0
+
+
+@inlined
+def release(g, sl, kv, slot):
+    """Give back all of a request's blocks, group by group."""
+    blocks, skipped = sl[slot, s.BLOCKS], sl[slot, s.SKIPPED]
+    sl[slot, s.BLOCKS] = sl[slot, s.CACHED] = sl[slot, s.SKIPPED] = 0
+    if not g[s.IS_CACHED]:
+        g[s.FREE] += g[s.GROUPS] * blocks - g[s.WINDOWED] * skipped
+        return
+    for group in range(g[s.GROUPS]):
+        _give_back(g, kv, slot, group, skipped if kv.looks_back[group] else 0, blocks)

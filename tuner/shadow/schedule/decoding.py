@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tuner.shadow.schedule import layout as s
+from tuner.shadow.schedule.blocks import behind_window
 from tuner.shadow.schedule.layout import inlined, inner
 
 # the calendar: decoding requests by the step of their last token, round a circle of steps
@@ -72,6 +73,74 @@ def _leave_bucket(g, w, sl, slot):
             sl[after, s.BUCKET_BEFORE] = before
 
 
+# what those give back whose window moves on, one block each at every block of tokens
+
+
+@inner
+def settled_before(g, sl, slot):
+    """Return how many tokens of a request are computed that no batch on its way may read.
+
+    Where nothing SETTLES a batch on its way does not count as one that reads.
+    """
+    if sl[slot, s.STATE] != s.DECODES:
+        sent = sl[slot, s.COMPUTED]
+    else:
+        sent = computed_before(g, sl, slot)
+    if not g[s.SETTLES]:
+        return sent
+    if sl[slot, s.LATEST] == g[s.STEP] - 1:
+        return sent - sl[slot, s.PART]
+    return sent - (sl[slot, s.STATE] == s.DECODES and not sl[slot, s.MISSED])
+
+
+@inner
+def steady_from(g):
+    """Return from when on who begins to decode in this step gives back one block at a time.
+
+    At first what lies behind its window depends on how much of its prompt came last.
+    """
+    return g[s.STEP] + 2 + g[s.SETTLES]
+
+
+@inlined
+def _begin_to_overtake(g, w, sl, slot):
+    """Note from when on a request that decodes gives back blocks, beside whom it does so."""
+    sl[slot, s.STEADY] = steady_from(g)
+    g[s.ALL_STEADY] = max(g[s.ALL_STEADY], sl[slot, s.STEADY])
+    if g[s.IS_CACHED]:
+        return
+    # Of a step less this so much lies behind the window.
+    less = sl[slot, s.END] + 1 - sl[slot, s.PROMPT] - sl[slot, s.OUTPUT]
+    less += g[s.SETTLES] + g[s.WINDOW]
+    behind = max(sl[slot, s.STEADY] - less, g[s.BLOCK])
+    whole = (behind + g[s.BLOCK] - 1) // g[s.BLOCK] * g[s.BLOCK]
+    sl[slot, s.OVERTAKES] = whole + less
+    if whole + less <= sl[slot, s.END]:
+        w[g[s.AT_OVERTAKES] + ((whole + less) & g[s.LAST_DAY])] += 1
+
+
+@inlined
+def _overtake_no_more(g, w, sl, slot):
+    """Leave a request out of those that give back blocks steadily."""
+    step = sl[slot, s.OVERTAKES]
+    if g[s.IS_CACHED] or step > sl[slot, s.END]:
+        return
+    if step <= g[s.OVERTAKEN]:
+        w[g[s.AT_LONG] + step % g[s.BLOCK]] -= 1
+    else:
+        w[g[s.AT_OVERTAKES] + (step & g[s.LAST_DAY])] -= 1
+
+
+@inlined
+def overtake(g, w, step):
+    """Return how many blocks all who decode steadily give back in a step, if only counted."""
+    at, phase = g[s.AT_OVERTAKES] + (step & g[s.LAST_DAY]), g[s.AT_LONG] + step % g[s.BLOCK]
+    w[phase] += w[at]
+    w[at] = 0
+    g[s.OVERTAKEN] = step
+    return g[s.WINDOWED] * w[phase]
+
+
 @inner
 def _attended(sl, slot):
     """Return what a decoding request attends to, less the number of the step."""
@@ -95,6 +164,8 @@ def decodes_on(g, w, sl, slot):
     g[s.SQUARES] += (_attended(sl, slot) + g[s.ORIGIN]) ** 2
     _join_bucket(g, w, sl, slot)
     _enter(g, w, sl, slot)
+    if g[s.WINDOWED]:
+        _begin_to_overtake(g, w, sl, slot)
 
 
 @inlined
@@ -105,6 +176,8 @@ def decodes_no_more(g, w, sl, slot):
     g[s.SQUARES] -= (_attended(sl, slot) + g[s.ORIGIN]) ** 2
     _leave_bucket(g, w, sl, slot)
     _strike(g, w, sl, slot)
+    if g[s.WINDOWED]:
+        _overtake_no_more(g, w, sl, slot)
     if sl[slot, s.MISSED]:
         g[s.MISSING] -= 1
         sl[slot, s.MISSED] = 0
@@ -124,3 +197,6 @@ def held_blocks(g, sl, slot):
         if sl[slot, s.END] < g[s.STEP]:
             computed = sl[slot, s.PROMPT] + sl[slot, s.OUTPUT] - 1
         sl[slot, s.BLOCKS] = (computed + g[s.BLOCK] - 1) // g[s.BLOCK]
+        last = min(g[s.STEP] - 1, sl[slot, s.END])
+        if g[s.WINDOWED] and last >= sl[slot, s.STEADY]:
+            sl[slot, s.SKIPPED] = behind_window(g, computed - 1 - g[s.SETTLES])

@@ -8,12 +8,16 @@ from tuner.shadow.compiled import part
 
 # The columns of a slot: what is known of a request that runs or was preempted. END is the step
 # in which its last token is scheduled, ORDER the count of admissions when it began to run,
-# TAKEN what this step schedules of it, MISSED whether the step before left it out.
+# TAKEN what this step schedules of it, MISSED whether the step before left it out. Of groups
+# that look back a window SKIPPED counts the blocks given back from its beginning, STEADY is the
+# step from which on a decoding request gives back one at a time, OVERTAKES that of the first
+# of these, JUNCTION how many blocks other groups had in the prefix cache and these had not; of
+# a prompt LATEST is the step that last computed some, and PART how much.
 (
     ROW, PROMPT, OUTPUT, ANSWERED, COMPUTED, END, STATE, BLOCKS, ORDER, PLACE, CACHED,
     TAKEN, END_NEXT, END_BEFORE, BUCKET_NEXT, BUCKET_BEFORE, MISSED, RESUMED, ARRIVAL,
-    SLOT_FIELDS,
-) = range(20)  # fmt: skip
+    SKIPPED, STEADY, OVERTAKES, LATEST, PART, JUNCTION, SLOT_FIELDS,
+) = range(26)  # fmt: skip
 NOBODY, PREFILLS, DECODES, PREEMPTED = range(4)
 
 # The integers of a replay's state. STEP counts the batches that were scheduled, DONE is the
@@ -29,17 +33,27 @@ NOBODY, PREFILLS, DECODES, PREEMPTED = range(4)
     EMPTY, CARRIES, CARRIED, BACKED_UP,
     # The first and the last of those who wait before the gate.
     GATE_HEAD, GATE_TAIL,
+    # From which step on all who decode are STEADY, and the last whose OVERTAKES are counted.
+    ALL_STEADY, OVERTAKEN,
     # What the replay is: constant from here on.
     CAP, BUDGET, INPUT_BUDGET, THRESHOLD, ADAPTIVE, CHUNKS, RESERVES, WATERMARK, PRIORITY,
     AHEAD, BLOCK, ALL_BLOCKS, MAX_LENGTH, IS_CACHED, WOULD_CACHE, ARRIVALS, ALLOWED_LATE,
     KEEPS_LOG, BATCH_SIZE, REQUESTS, RECORDED_BLOCK, LINK_KEYS, SLOTS, WIDTH, TARGETS,
     KNOTS, LONE, KEYLESS_FIRST, OMITS, YIELDS, INTERVAL, LAST_DAY, GATE_CAP, GATE_ROOM,
     LED_IN,
+    # Groups of layers with a block each for the same tokens, and how many of them look back a
+    # WINDOW of tokens; what such a group holds of a request at most, in blocks; and the blocks
+    # of a request that one group's part of a table has room for. SETTLES says whether what lies
+    # behind a window is kept until no batch on its way reads it. RETENTION is after how many
+    # blocks the prefix cache keeps a window, -1 where it keeps all; JUNCTIONS says whether it
+    # does where prompts part.
+    GROUPS, WINDOWED, WINDOW, MOST_IN_WINDOW, ROOM_OF_GROUP, SETTLES,
+    RETENTION, JUNCTIONS,
     # Where the parts of the work array begin.
-    AT_RUN, AT_CALENDAR, AT_PHASES, AT_BUCKETS, AT_FRONT, AT_FREE_SLOTS,
+    AT_RUN, AT_CALENDAR, AT_PHASES, AT_BUCKETS, AT_FRONT, AT_FREE_SLOTS, AT_LONG, AT_OVERTAKES,
     AT_SINGLES, AT_ENDS, AT_BATCHES, AT_MIXED, AT_KNOTS, AT_FACTORS, FACTOR_ROWS,
     FACTOR_COLUMNS, AT_LAUNCHES, INTEGERS,
-) = range(91)  # fmt: skip
+) = range(103)  # fmt: skip
 
 # The instants and seconds of a replay's state, and the sums over its steps.
 (
@@ -64,6 +78,9 @@ DUE, SENT_AT, FIRST, LAST = range(4)
 TOKENS, OUTCOME = range(2)
 QUEUE, SLOT_OF, IS_LATE, AT_GATE, REFERENCES = range(5)
 COMPLETED, REFUSED, TIMED_OUT, ABORTED, UNFINISHED, TURNED_AWAY, TRUNCATED, GOES_ON = range(8)
+
+# What the layers of a group attend to.
+SEES_ALL, LOOKS_BACK = range(2)
 
 # How requests arrive.
 OPEN, CAUSAL, CLOSED, BATCHES = range(4)
@@ -127,9 +144,11 @@ class Cache(NamedTuple):
     prompt is numbered in `links`, from starts[row] on, for the first covered[row] tokens. The
     first held[row] tokens of a prompt are the prompt and the answer of row before[row]. Others
     hold the first reached[row] tokens of a row; what of these is in no numbered beginning has
-    keys from firsts[row] on.
+    keys from firsts[row] on. `looks_back` says which groups of layers look back a window; each
+    has a part of a slot's table, one behind the other.
 
-    Shapes: pool is [blocks + 1, BLOCK_FIELDS], keys [blocks + 1], tables [2, slots, width].
+    Shapes: pool is [blocks + 1, BLOCK_FIELDS], keys [blocks + 1], tables [2, slots, width],
+        looks_back [groups].
     """
 
     pool: Any
@@ -143,6 +162,7 @@ class Cache(NamedTuple):
     held: Any
     reached: Any
     firsts: Any
+    looks_back: Any
 
 
 inner = part()

@@ -16,7 +16,7 @@ from tuner.shadow.schedule.clock import (
     spread_of,
     step_s,
 )
-from tuner.shadow.schedule.decoding import day_of, squares_at
+from tuner.shadow.schedule.decoding import day_of, overtake, squares_at
 from tuner.shadow.schedule.ends import finish_batch, is_cut, stop, time_out
 from tuner.shadow.schedule.layout import inlined, inner
 from tuner.shadow.schedule.steps import let_decode, note_decodes, schedule, schedule_decodes
@@ -118,6 +118,7 @@ def _only_decode(g, w):
         or g[s.MISSING] > 0
         or g[s.DECODING] > g[s.BUDGET]
         or (g[s.WAITING] > 0 and not g[s.HELD])
+        or (g[s.WINDOWED] and g[s.STEP] < g[s.ALL_STEADY])
     ):
         return False
     return not g[s.AHEAD] or (
@@ -163,7 +164,7 @@ def _leap(g, x, w, t, sl, f, r, q, h, log, kv, tr, due_s):
     until_s = _quiet_until(g, x, f, r, q, due_s)
     ahead, began = g[s.AHEAD], g[s.STEP]
     if ahead:
-        if w[g[s.AT_PHASES] + began % g[s.BLOCK]] > g[s.FREE]:
+        if g[s.GROUPS] * w[g[s.AT_PHASES] + began % g[s.BLOCK]] > g[s.FREE]:
             return 0
         schedule_decodes(g, w, sl, r, kv)
         launch(g, x, w, t)
@@ -194,8 +195,9 @@ def _decode_on(g, x, w, t, sl, r, h, log, kv, until_s):
         g[s.AT_PHASES],
         g[s.AT_CALENDAR],
     )
-    free, blocks = g[s.FREE], g[s.ALL_BLOCKS]
+    free, blocks, groups = g[s.FREE], g[s.ALL_BLOCKS], g[s.GROUPS]
     used = last_used = float(blocks - free)
+    most_used = 0.0
     attended = g[s.CONTEXT] + n * (step - ahead)
     context = first_context = float(attended)
     spread = spread_of(n, attended, squares_at(g, step - ahead))
@@ -203,7 +205,7 @@ def _decode_on(g, x, w, t, sl, r, h, log, kv, until_s):
     apart_s, factor = x[s.SPREAD_S] * spread + 0.0, t[g[s.CAP] + 1 + n]
     launch_s, device, is_late = t[g[s.AT_LAUNCHES] + n], x[s.DEVICE], x[s.WAS_LATE] > 0
     first_s, took_s, used_sum, launched, was_late = 0.0, 0.0, 0.0, 0.0, False
-    while w[phases + phase] <= free:
+    while groups * w[phases + phase] <= free:
         if ahead:
             launched = now + launch_s
             was_late, is_late = is_late, launched > device
@@ -217,7 +219,9 @@ def _decode_on(g, x, w, t, sl, r, h, log, kv, until_s):
             let_decode(g, w, sl, r, kv)
             free = g[s.FREE]
         else:
-            free -= w[phases + phase]
+            free -= groups * w[phases + phase]
+            if g[s.WINDOWED]:
+                free += overtake(g, w, step)
         used = float(blocks - free)
         if not ahead:
             last_used = used
@@ -237,6 +241,7 @@ def _decode_on(g, x, w, t, sl, r, h, log, kv, until_s):
             took_s = (alone_s + (slope_s * context + apart_s)) * factor
             now += took_s
         used_sum += last_used * took_s
+        most_used = max(most_used, last_used)
         context += n
         phase = phase + 1 if phase + 1 < block else 0
         step += 1
@@ -269,7 +274,7 @@ def _decode_on(g, x, w, t, sl, r, h, log, kv, until_s):
         g[s.RUNNING],
         g[s.WAITING],
         used_sum / took_all_s if took_all_s > 0.0 else last_used,
-        last_used,
+        most_used,
         0,
         0,
     )

@@ -14,13 +14,25 @@ from tuner.shadow.schedule.batches import (
     preempt,
     split_off,
 )
-from tuner.shadow.schedule.blocks import cache_up_to, find_block, grow, key_at, unlink
+from tuner.shadow.schedule.blocks import (
+    behind_window,
+    blocks_of_window,
+    cache_up_to,
+    find_block,
+    grow,
+    key_at,
+    slide,
+    unlink,
+)
 from tuner.shadow.schedule.decoding import (
     computed_before,
     decodes_no_more,
     decodes_on,
     held_blocks,
+    overtake,
+    settled_before,
     squares_at,
+    steady_from,
 )
 from tuner.shadow.schedule.layout import inlined, inner
 from tuner.shadow.schedule.waiting import (
@@ -76,7 +88,7 @@ def _prefilled(g, w, sl, slot):
     if sl[slot, s.COMPUTED] < sl[slot, s.PROMPT] + sl[slot, s.ANSWERED]:
         return False
     sl[slot, s.END] = step + sl[slot, s.OUTPUT] - sl[slot, s.ANSWERED] - 1
-    sl[slot, s.STATE] = s.DECODES
+    sl[slot, s.STATE], sl[slot, s.STEADY] = s.DECODES, steady_from(g)
     add_single(g, w, sl, step, slot)
     if sl[slot, s.END] > step:
         decodes_on(g, w, sl, slot)
@@ -86,33 +98,82 @@ def _prefilled(g, w, sl, slot):
 
 
 @inner
+def _is_cached(g, kv, row, slot, at, looks_back):
+    """Whether all groups of a kind have a request's block of the same tokens."""
+    for group in range(g[s.GROUPS]):
+        if kv.looks_back[group] == looks_back:
+            key = key_at(g, kv, row, at, group)
+            if find_block(g, kv, slot, key) < 0:
+                return False
+    return True
+
+
+@inner
+def _in_window(g, kv, row, slot, hits):
+    """Return how many of the first blocks serve groups that look back a window.
+
+    Only those before the end of a hit are read: the last stretch that is as long as a window,
+    or where there is none, what the prompt begins with.
+    """
+    wanted, together = blocks_of_window(g), 0
+    for at in range(hits - 1, -1, -1):
+        together = together + 1 if _is_cached(g, kv, row, slot, at, s.LOOKS_BACK) else 0
+        if together == wanted:
+            return at + together
+    return together
+
+
+@inner
 def _hits(g, kv, row, slot, tokens):
-    """Return how many blocks of a request are cached, and how many of those nobody holds."""
-    hits = idle = 0
-    for at in range((tokens - 1) // g[s.BLOCK]):
-        key = key_at(g, kv, row, at)
-        block = find_block(g, kv, slot, key)
-        if block < 0:
-            break
-        hits += 1
-        if kv.pool[block, s.HOLDERS] == 0:
-            idle += 1
-    return hits, idle
+    """Return how many blocks of a request are cached, and how many of those nobody holds.
+
+    The first are counted in blocks of tokens, the others in all groups. Last comes how many are
+    cached but where layers look back, 0 if no more than in all.
+    """
+    hits, idle = (tokens - 1) // g[s.BLOCK], 0
+    if g[s.WINDOWED] < g[s.GROUPS]:
+        at = 0
+        while at < hits and _is_cached(g, kv, row, slot, at, s.SEES_ALL):
+            at += 1
+        hits = at
+    elsewhere = 0
+    if g[s.WINDOWED]:
+        most = hits
+        hits = _in_window(g, kv, row, slot, hits)
+        if hits < most and g[s.WINDOWED] < g[s.GROUPS]:
+            elsewhere = most
+    for group in range(g[s.GROUPS]):
+        skipped = behind_window(g, hits * g[s.BLOCK]) if kv.looks_back[group] else 0
+        for at in range(skipped, hits):
+            block = find_block(g, kv, slot, key_at(g, kv, row, at, group))
+            idle += kv.pool[block, s.HOLDERS] == 0
+    return hits, idle, elsewhere
 
 
 @inner
 def _adopt(g, sl, kv, slot, hits):
     """Let a request hold the cached blocks that it begins with."""
     row = sl[slot, s.ROW]
-    for at in range(hits):
-        key = key_at(g, kv, row, at)
-        block = find_block(g, kv, slot, key)
-        if kv.pool[block, s.HOLDERS] == 0:
-            unlink(kv.pool, block)
-            g[s.FREE] -= 1
-        kv.pool[block, s.HOLDERS] += 1
-        kv.tables[0, slot, at] = block
+    skipped = behind_window(g, hits * g[s.BLOCK]) if g[s.WINDOWED] else 0
+    for group in range(g[s.GROUPS]):
+        first = group * g[s.ROOM_OF_GROUP]
+        for at in range(skipped if kv.looks_back[group] else 0, hits):
+            block = find_block(g, kv, slot, key_at(g, kv, row, at, group))
+            if kv.pool[block, s.HOLDERS] == 0:
+                unlink(kv.pool, block)
+                g[s.FREE] -= 1
+            kv.pool[block, s.HOLDERS] += 1
+            kv.tables[0, slot, first + at] = block
     sl[slot, s.BLOCKS] = sl[slot, s.CACHED] = hits
+    sl[slot, s.SKIPPED] = skipped
+
+
+@inlined
+def _reserved(g, tokens, hits):
+    """Return how many blocks have to be free for a request to be computed to its end."""
+    full = (tokens + g[s.BLOCK] - 1) // g[s.BLOCK]
+    in_window = max(0, min(full, g[s.MOST_IN_WINDOW]) - hits)
+    return (g[s.GROUPS] - g[s.WINDOWED]) * (full - hits) + g[s.WINDOWED] * in_window
 
 
 @inlined
@@ -125,9 +186,9 @@ def _admit_waiting(g, w, sl, r, q, tr, kv, budget, threshold, defers):
         row = sl[slot, s.ROW] if where >= 0 else r[-1 - where, s.QUEUE]
         answered = sl[slot, s.ANSWERED] if where >= 0 else 0
         tokens = tr.prompts[row] + answered
-        hits = idle = 0
+        hits = idle = elsewhere = 0
         if g[s.IS_CACHED]:
-            hits, idle = _hits(g, kv, row, slot, tokens)
+            hits, idle, elsewhere = _hits(g, kv, row, slot, tokens)
         before = hits * block
         if defers and before < tokens - 1:
             break
@@ -137,11 +198,11 @@ def _admit_waiting(g, w, sl, r, q, tr, kv, budget, threshold, defers):
         if not g[s.CHUNKS] and wanted > budget:
             break
         wanted = min(wanted, budget)
-        spare = g[s.FREE] + hits - idle - (g[s.WATERMARK] if g[s.RUNNING] > 0 else 0)
-        if g[s.RESERVES] and (tokens + block - 1) // block > spare:
+        spare = g[s.FREE] - idle - (g[s.WATERMARK] if g[s.RUNNING] > 0 else 0)
+        if g[s.RESERVES] and _reserved(g, tokens, hits) > spare:
             break
         needed = (before + wanted + block - 1) // block
-        if needed > spare:
+        if g[s.GROUPS] * (needed - hits) > spare:
             break
         if slot < 0:
             if g[s.FREE_SLOTS] == 0:
@@ -155,6 +216,7 @@ def _admit_waiting(g, w, sl, r, q, tr, kv, budget, threshold, defers):
         g[s.WAITING] -= 1
         if g[s.IS_CACHED]:
             _adopt(g, sl, kv, slot, hits)
+            sl[slot, s.JUNCTION] = elsewhere if g[s.JUNCTIONS] else 0
         grow(g, sl, r, kv, slot, needed)
         if g[s.IS_CACHED]:
             cache_up_to(g, sl, kv, slot, before + wanted)
@@ -166,6 +228,7 @@ def _admit_waiting(g, w, sl, r, q, tr, kv, budget, threshold, defers):
         if before < tokens - 1:
             g[s.CARRIES] = 1
         sl[slot, s.COMPUTED] = before + wanted
+        sl[slot, s.LATEST], sl[slot, s.PART] = g[s.STEP], wanted
         sl[slot, s.MISSED] = 0
         if not _prefilled(g, w, sl, slot):
             sl[slot, s.STATE] = s.PREFILLS
@@ -211,6 +274,8 @@ def _schedule_running(g, x, w, sl, f, r, tr, kv, threshold, defers):
         slot = w[g[s.AT_RUN] + i]
         sl[slot, s.TAKEN] = 0
         held_blocks(g, sl, slot)
+    if g[s.WINDOWED] and not g[s.IS_CACHED]:
+        overtake(g, w, g[s.STEP])  # each slides by itself
     budget, preempted, i, block = g[s.BUDGET], 0, 0, g[s.BLOCK]
     while i < g[s.RUN_LENGTH] and budget > 0:
         slot = w[g[s.AT_RUN] + i]
@@ -234,7 +299,8 @@ def _schedule_running(g, x, w, sl, f, r, tr, kv, threshold, defers):
             wanted = min(wanted, budget)
         needed = (before + wanted + block - 1) // block
         fits, omitted = True, 0
-        while needed - sl[slot, s.BLOCKS] > g[s.FREE]:
+        slide(g, sl, kv, slot, settled_before(g, sl, slot))
+        while g[s.GROUPS] * (needed - sl[slot, s.BLOCKS]) > g[s.FREE]:
             worst = _worst(g, w, sl, tr)
             budget += sl[worst, s.TAKEN]
             if (
@@ -300,6 +366,7 @@ def _note_running(g, x, w, sl, f, kv):
             is_decode = sl[slot, s.ANSWERED] > 0 and taken <= 1
             _count_in(w, batch, is_decode, before, taken)
             sl[slot, s.COMPUTED] = before + taken
+            sl[slot, s.LATEST], sl[slot, s.PART] = step, taken
             if _prefilled(g, w, sl, slot):
                 g[s.PREFILLING] -= 1
             else:
@@ -324,17 +391,54 @@ def _calm_prefill(g, sl, threshold, defers):
     return min(wanted, g[s.BUDGET] - g[s.DECODING])
 
 
+@inner
+def _following(w, sl, first, ran, found):
+    """Return who of a bucket and one found before runs next behind an order; -1 if nobody."""
+    slot = w[first]
+    while slot >= 0:
+        order = sl[slot, s.ORDER]
+        if order > ran and (found < 0 or order < sl[found, s.ORDER]):
+            found = slot
+        slot = sl[slot, s.BUCKET_NEXT]
+    return found
+
+
+@inlined
+def _let_slide(g, w, sl, r, kv):
+    """Let those who decode give back what lies behind their windows, and have their blocks.
+
+    In the order in which they run, since who comes later may have what another gave back.
+    """
+    wants = g[s.AT_BUCKETS] + g[s.STEP] % g[s.BLOCK]
+    leaves = g[s.STEP] - g[s.SETTLES] - g[s.WINDOW] + 1
+    leaves = g[s.AT_BUCKETS] + leaves % g[s.BLOCK]
+    ran = -1
+    while True:
+        slot = _following(w, sl, leaves, ran, _following(w, sl, wants, ran, -1))
+        if slot < 0:
+            return
+        ran = sl[slot, s.ORDER]
+        slide(g, sl, kv, slot, settled_before(g, sl, slot))
+        needed = computed_before(g, sl, slot) // g[s.BLOCK] + 1
+        grow(g, sl, r, kv, slot, needed)
+
+
 @inlined
 def let_decode(g, w, sl, r, kv):
     """Let everybody who decodes have the blocks and keys of this step."""
     step, block = g[s.STEP], g[s.BLOCK]
     if not g[s.IS_CACHED]:
-        g[s.FREE] -= w[g[s.AT_PHASES] + step % block]
+        g[s.FREE] -= g[s.GROUPS] * w[g[s.AT_PHASES] + step % block]
+        if g[s.WINDOWED]:
+            g[s.FREE] += overtake(g, w, step)
         return
-    slot = w[g[s.AT_BUCKETS] + step % block]
-    while slot >= 0:
-        grow(g, sl, r, kv, slot, sl[slot, s.BLOCKS] + 1)
-        slot = sl[slot, s.BUCKET_NEXT]
+    if g[s.WINDOWED]:
+        _let_slide(g, w, sl, r, kv)
+    else:
+        slot = w[g[s.AT_BUCKETS] + step % block]
+        while slot >= 0:
+            grow(g, sl, r, kv, slot, sl[slot, s.BLOCKS] + 1)
+            slot = sl[slot, s.BUCKET_NEXT]
     ahead = g[s.AHEAD]
     slot = w[g[s.AT_BUCKETS] + (step + (0 if ahead else 1)) % block]
     while slot >= 0:
@@ -347,8 +451,10 @@ def let_decode(g, w, sl, r, kv):
 def _schedule_calmly(g, w, sl, r, kv, threshold, defers):
     """Schedule running requests where their order does not matter; False where it does."""
     block = g[s.BLOCK]
-    needed = w[g[s.AT_PHASES] + g[s.STEP] % block]
+    needed = g[s.GROUPS] * w[g[s.AT_PHASES] + g[s.STEP] % block]
     if g[s.DECODING] > g[s.BUDGET] or g[s.MISSING] > 0 or needed > g[s.FREE]:
+        return False
+    if g[s.WINDOWED] and g[s.STEP] < g[s.ALL_STEADY]:
         return False
     wanted = _calm_prefill(g, sl, threshold, defers)
     if wanted < 0:
@@ -357,7 +463,7 @@ def _schedule_calmly(g, w, sl, r, kv, threshold, defers):
     blocks = 0
     if wanted > 0:
         blocks = (sl[slot, s.COMPUTED] + wanted + block - 1) // block
-        if needed + blocks - sl[slot, s.BLOCKS] > g[s.FREE]:
+        if needed + g[s.GROUPS] * (blocks - sl[slot, s.BLOCKS]) > g[s.FREE]:
             return False
     batch = batch_at(g, g[s.STEP])
     w[batch + s.B_DECODES] = w[batch + s.B_EVEN] = g[s.DECODING]
@@ -367,12 +473,14 @@ def _schedule_calmly(g, w, sl, r, kv, threshold, defers):
         let_decode(g, w, sl, r, kv)
     if wanted > 0:
         g[s.CARRIES] = 1
+        slide(g, sl, kv, slot, settled_before(g, sl, slot))
         grow(g, sl, r, kv, slot, blocks)
         before = sl[slot, s.COMPUTED]
         if g[s.IS_CACHED]:
             cache_up_to(g, sl, kv, slot, before + wanted)
         _count_in(w, batch, sl[slot, s.ANSWERED] > 0 and wanted <= 1, before, wanted)
         sl[slot, s.COMPUTED] = before + wanted
+        sl[slot, s.LATEST], sl[slot, s.PART] = g[s.STEP], wanted
         if _prefilled(g, w, sl, slot):
             g[s.PREFILLING] -= 1
     return True
@@ -419,7 +527,9 @@ def schedule(g, x, w, sl, f, r, q, tr, kv):
     if preempted == 0 and budget > 0 and g[s.WAITING] > 0:
         came = _admit_waiting(g, w, sl, r, q, tr, kv, budget, threshold, defers)
     is_calm = preempted == 0 and w[batch + s.B_PREFILL] == 0 and g[s.PREFILLING] == 0
-    g[s.HELD] = is_calm and not came and not defers
+    # What lies behind a window may be given back at any step, and let somebody in.
+    stays = g[s.WINDOWED] == 0 or g[s.RUNNING] >= g[s.CAP]
+    g[s.HELD] = is_calm and not came and not defers and stays
     if preempted == 0 and not defers:
         g[s.BACKED_UP] = g[s.WAITING] > 0
     let_end(g, w, sl, g[s.STEP])

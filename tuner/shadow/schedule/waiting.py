@@ -109,8 +109,10 @@ def new_slot(g, w, sl, r, kv, tr, row):
         tr.outputs[row],
     )
     if g[s.IS_CACHED]:
-        for at in range((tr.prompts[row] + tr.outputs[row]) // g[s.BLOCK] + 1):
-            kv.tables[1, slot, at] = -1
+        blocks = (tr.prompts[row] + tr.outputs[row]) // g[s.BLOCK] + 1
+        for group in range(g[s.GROUPS]):
+            first = group * g[s.ROOM_OF_GROUP]
+            kv.tables[1, slot, first : first + blocks] = -1
     return slot
 
 
