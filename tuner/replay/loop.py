@@ -99,7 +99,7 @@ def log_of(
         work_s = offered_work_s(trace, timelines, steps, limits, most)
         timelines = replace(timelines, work_s=work_s)
     if lead_in_s:
-        timelines = timelines.rows(_after(trace)).counted_from(lead_in_s)
+        timelines = timelines.rows(_after(trace), lead_in_s)
         if kept_steps is not None:
             kept_steps = replace(kept_steps, end_s=kept_steps.end_s - lead_in_s)
     return ReplayLog(

@@ -38,7 +38,7 @@ class Timelines:
     """The timelines of a replay as columns, one row per offered request in the trace's order.
 
     `work_s` is for how long each request keeps the engine busy when batches are full
-    (`work.offered_work_s`), nan where that is not known.
+    (`load.offered_work_s`), nan where that is not known.
 
     Shapes: every column is [n] but gap_s, which counts the gaps between tokens of all.
     Units: seconds on the replay's clock; nan where a request never got that far.
@@ -56,24 +56,14 @@ class Timelines:
     def __len__(self) -> int:
         return int(self.due_s.size)
 
-    def counted_from(self, start_s: float) -> Timelines:
-        """Return the requests on a clock that is at zero at an instant."""
+    def rows(self, some: Ints, zero_s: float = 0.0) -> Timelines:
+        """Return some of the requests, on a clock that is at zero at an instant of this one."""
         return replace(
             self,
-            due_s=self.due_s - start_s,
-            sent_s=self.sent_s - start_s,
-            first_s=self.first_s - start_s,
-            last_s=self.last_s - start_s,
-        )
-
-    def rows(self, some: Ints) -> Timelines:
-        """Return some of the requests, on the same clock."""
-        return replace(
-            self,
-            due_s=self.due_s[some],
-            sent_s=self.sent_s[some],
-            first_s=self.first_s[some],
-            last_s=self.last_s[some],
+            due_s=self.due_s[some] - zero_s,
+            sent_s=self.sent_s[some] - zero_s,
+            first_s=self.first_s[some] - zero_s,
+            last_s=self.last_s[some] - zero_s,
             output_tokens=self.output_tokens[some],
             outcome=self.outcome[some],
             work_s=self.work_s[some],

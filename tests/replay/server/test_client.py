@@ -23,7 +23,7 @@ from tuner.replay.plan import ReplayPlan
 from tuner.replay.server.client import MAX_ERRORS, Endpoint, HttpRun, find_endpoint, replay_http
 from tuner.replay.server.comparison import Verification, verification
 from tuner.replay.server.process import answers
-from tuner.replay.server.scrape import Scraper, read_gauges
+from tuner.replay.server.scrape import Scraper, cache_usage
 from tuner.replay.slo import Slo
 from tuner.replay.timeline import Outcome
 from tuner.traffic.prompts import PromptSource, TokenPrompt
@@ -303,7 +303,7 @@ def test_of_several_models_the_configured_one_is_asked_and_none_by_chance() -> N
 
 
 @pytest.mark.parametrize("name", ["kv_cache_usage_perc", "gpu_cache_usage_perc"])
-def test_gauges_of_several_engines_are_put_together(name: str) -> None:
+def test_the_cache_usage_of_several_engines_is_their_mean(name: str) -> None:
     page = (
         f"# HELP vllm:{name} x\n# TYPE vllm:{name} gauge\n"
         f'vllm:{name}{{engine="0",model_name="m"}} 0.2\n'
@@ -311,9 +311,8 @@ def test_gauges_of_several_engines_are_put_together(name: str) -> None:
         "# TYPE vllm:num_requests_running gauge\n"
         'vllm:num_requests_running{engine="0"} 3.0\nvllm:num_requests_running{engine="1"} 4.0\n'
     )
-    found = read_gauges(page)
-    assert found["gpu_cache_usage_perc"] == pytest.approx(0.3)
-    assert found["running"] == 7
+    assert cache_usage(page) == pytest.approx(0.3)
+    assert cache_usage("".join(page.splitlines(keepends=True)[4:])) is None
 
 
 def test_the_table_says_what_the_front_end_adds_and_which_slo_breaks() -> None:

@@ -4,5 +4,3 @@ A replay inside the engine's process leaves out the HTTP server and the asynchro
 here their share is measured. `process` starts the server, `client` replays over HTTP, `scrape`
 reads the server's metrics meanwhile, `comparison` sets the result against the prediction.
 """
-
-from __future__ import annotations

@@ -78,7 +78,7 @@ class HttpRun:
     `requested_tokens` is the length of answer that each request asked for. Measuring began at
     `since_s` of `time.monotonic`, after the lead-in, of which nothing but the lag is in it.
 
-    Shapes: asked_tokens is [n], as the timelines.
+    Shapes: requested_tokens is [n], as the timelines.
     """
 
     timelines: Timelines
@@ -149,7 +149,6 @@ class _Client:
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._sent = self._ended = 0
-        self._lag_s: list[float] = []
         self._began_s, self._measures = 0.0, trace.lead_in_s == 0
 
     def _now_s(self) -> float:
@@ -174,10 +173,11 @@ class _Client:
                 for task in self._tasks:
                     task.cancel()
                 await asyncio.gather(*self._tasks, watch, return_exceptions=True)
-        lag_p99_s = float(np.quantile(self._lag_s, 0.99)) if self._lag_s else 0.0
+        lines = self._record.finish()
+        lag_p99_s = float(np.quantile(lines.send_lag_s, 0.99)) if lines.send_lag_s.size else 0.0
         lead_in_s, rows = self._trace.lead_in_s, np.flatnonzero(self._trace.is_measured)
         return HttpRun(
-            self._record.finish().rows(rows).counted_from(lead_in_s),
+            lines.rows(rows, lead_in_s),
             self._trace.output_tokens[rows],
             max(0.0, self._now_s() - lead_in_s),
             lag_p99_s,
@@ -203,7 +203,7 @@ class _Client:
             self._record.due(row, due_s)
             self._sent += 1
             body = self._bodies.pop(row)
-            task = asyncio.create_task(self._request(session, row, due_s, body))
+            task = asyncio.create_task(self._request(session, row, body))
             self._tasks.add(task)
             task.add_done_callback(self._over)
 
@@ -226,13 +226,9 @@ class _Client:
             if self._on_progress is not None:
                 self._on_progress(self._sent, self._ended, self._now_s())
 
-    async def _request(
-        self, session: aiohttp.ClientSession, row: int, due_s: float, body: bytes
-    ) -> None:
+    async def _request(self, session: aiohttp.ClientSession, row: int, body: bytes) -> None:
         """Send one request and stamp its tokens."""
-        sent_s = self._now_s()
-        self._lag_s.append(sent_s - due_s)
-        self._record.sent(row, sent_s)
+        self._record.sent(row, self._now_s())
         outcome = Outcome.ABORTED
         headers = {"Content-Type": "application/json", **self._endpoint.headers}
         url = f"{self._endpoint.url}/v1/completions"

@@ -18,8 +18,7 @@ from tuner.replay.metrics import Measurement, measure
 from tuner.replay.server.client import HttpRun
 from tuner.replay.server.scrape import Scraper
 from tuner.replay.slo import Slo
-from tuner.replay.timeline import Outcome
-from tuner.stats import QUANTILES, Bools, WeightedSamples
+from tuner.stats import QUANTILES, WeightedSamples
 
 # Past this the client measures itself: ours, a decode step of a fast server.
 LAG_BUDGET_S = 0.050
@@ -38,14 +37,12 @@ COMPARED = (
 class Verification:
     """What the server did, what was predicted, and whether the SLOs hold.
 
-    `failed` counts requests that got no full answer, but not those refused for their length.
     `predicted` is None where nothing predicted it. `cache_usage` is (mean, max) of
     gpu_cache_usage_perc from the server's metrics page, None where it is missing there.
     `foretold` names the SLOs that break and were predicted to.
     """
 
     measured: Measurement
-    failed: int
     predicted: Measurement | None
     cache_usage: tuple[float, float] | None
     broken: tuple[str, ...]
@@ -57,14 +54,14 @@ class Verification:
     foretold: tuple[str, ...] = ()
 
     @property
-    def failed_ratio(self) -> float:
-        """The share of the offered requests that failed."""
-        return self.failed / self.measured.offered
+    def failed(self) -> int:
+        """How many requests got no full answer, apart from those refused for their length."""
+        return self.measured.timed_out + self.measured.aborted
 
     @property
     def failure(self) -> str:
         """Why so many failed that the run is void whatever its latencies; else empty."""
-        if self.failed_ratio <= MAX_FAILED_RATIO:
+        if self.measured.lost_ratio <= MAX_FAILED_RATIO:
             return ""
         return (
             f"{self._failed_line()}, at most {MAX_FAILED_RATIO:.0%} may; most often: "
@@ -75,7 +72,7 @@ class Verification:
         m = self.measured
         if not self.failed:
             return f"none of {m.offered} requests failed"
-        return f"{self.failed} of {m.offered} requests failed ({self.failed_ratio:.1%})"
+        return f"{self.failed} of {m.offered} requests failed ({m.lost_ratio:.1%})"
 
     @property
     def void(self) -> str:
@@ -156,13 +153,10 @@ class Verification:
         """Return everything for --json."""
         return {
             "failed": self.failed,
-            "failed_ratio": self.failed_ratio,
+            "failed_ratio": self.measured.lost_ratio,
             "measured": self.measured.as_json(),
             "predicted": None if self.predicted is None else self.predicted.as_json(),
-            "added": {
-                name: None if estimate is None or real is None else real - estimate
-                for name, _, estimate, real in self.rows()
-            },
+            "added": {name: _added(*both) for name, _, *both in self.rows()},
             "gpu_cache_usage_perc": None
             if self.cache_usage is None
             else {"mean": self.cache_usage[0], "max": self.cache_usage[1]},
@@ -180,13 +174,13 @@ def _line(name: str, unit: str, estimate: float | None, real: float | None) -> s
     scale, shown = (1000.0, "ms") if unit == "s" else (1.0, "")
     cells = [
         "-" if value is None else f"{value * scale:.3f}" if not unit else f"{value * scale:.1f}"
-        for value in (
-            estimate,
-            real,
-            None if estimate is None or real is None else real - estimate,
-        )
+        for value in (estimate, real, _added(estimate, real))
     ]
     return f"{name:<26}" + "".join(f"{cell:>11}" for cell in cells) + f" {shown}"
+
+
+def _added(estimate: float | None, real: float | None) -> float | None:
+    return None if estimate is None or real is None else real - estimate
 
 
 def verification(
@@ -201,15 +195,11 @@ def verification(
     steps, _ = StepLog().finish()
     log = ReplayLog(run.timelines, steps, run.wall_s, run.wall_s, None)
     measured = measure([log], slos)
-    failed = int(_failed(run).sum())
-    broken = {
-        slo: said for slo in slos if (said := _broken(run, slo, failed / len(log.timelines)))
-    }
+    broken = {slo: said for slo in slos if (said := _broken(run, slo, measured.lost_ratio))}
     return Verification(
         measured=measured,
-        failed=failed,
         predicted=predicted,
-        cache_usage=scraper.spread("gpu_cache_usage_perc", run.since_s),
+        cache_usage=scraper.spread(run.since_s),
         broken=tuple(broken.values()),
         lag_p99_s=run.lag_p99_s,
         errors=run.errors,
@@ -246,15 +236,9 @@ def slo_value_s(run: HttpRun, slo: Slo) -> float | None:
     return samples.value_at(QUANTILES[slo.statistic])
 
 
-def _failed(run: HttpRun) -> Bools:
-    """Mark the requests that got no full answer though the server should have given one."""
-    outcome = run.timelines.outcome
-    return np.isin(outcome, (int(Outcome.TIMED_OUT), int(Outcome.ABORTED)))
-
-
 def _samples_s(run: HttpRun, metric: str) -> WeightedSamples | None:
     """Return a latency's samples, those of failed requests at infinity."""
-    line, failed = run.timelines, _failed(run)
+    line, failed = run.timelines, run.timelines.lost
     if metric == "itl_s":
         # Every token that was asked for and never came is a gap without end.
         missing = np.maximum(run.requested_tokens - np.maximum(line.output_tokens, 1), 0)
