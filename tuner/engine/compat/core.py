@@ -94,7 +94,7 @@ class Core:
         self._sampling = greedy_sampling() if is_greedy else server_sampling(model)
         self._sampling_text = sampling_text(self._sampling, model, is_greedy=is_greedy)
         self._scheduler: Any = self._core.scheduler
-        self._cap_name, self._budget_name = limit_names(self._scheduler)
+        self._limit_names = limit_names(self._scheduler)
         self._pending: deque[_Sent] = deque()
         self._turn_began_s = 0.0
         self._launched_at_s: float | None = None
@@ -151,11 +151,6 @@ class Core:
             return False
         return all(self._core.model_executor.collective_rpc(graphs.show, args=(shown,)))
 
-    @property
-    def can_change_limits(self) -> bool:
-        """Whether limits that are lowered are those of an engine started with them."""
-        return self._cap_name is not None and self._budget_name is not None
-
     def info(self) -> EngineInfo:
         """Describe the running engine."""
         config = self._core.vllm_config
@@ -169,7 +164,7 @@ class Core:
             block_size=int(self._scheduler.block_size),
             num_blocks=int(config.cache_config.num_gpu_blocks),
             ceiling=self._ceiling,
-            can_change_limits=self.can_change_limits,
+            can_change_limits=self._limit_names is not None,
             asynchronous=getattr(self._core, "batch_queue", None) is not None,
             captured_sizes=self._captured,
             has_own_graphs=self._has_own_graphs,
@@ -187,12 +182,13 @@ class Core:
 
         Where it can be done only the graphs of such an engine are used from then on.
         """
-        if self._cap_name is None or self._budget_name is None:
+        if self._limit_names is None:
             raise EngineError(
                 "this engine cannot change its limits: restart it with the new ones"
             )
-        setattr(self._scheduler, self._cap_name, limits.max_num_seqs)
-        setattr(self._scheduler, self._budget_name, limits.max_num_batched_tokens)
+        cap, budget = self._limit_names
+        setattr(self._scheduler, cap, limits.max_num_seqs)
+        setattr(self._scheduler, budget, limits.max_num_batched_tokens)
         if self._has_own_graphs:
             self._show_graphs(limits)
 
@@ -392,28 +388,25 @@ def _has_message(queue: Any) -> bool:
         return bool(flags[0]) and not flags[reader + 1]
 
 
-def limit_names(scheduler: Any) -> tuple[str | None, str | None]:
+def limit_names(scheduler: Any) -> tuple[str, str] | None:
     """Find the attributes that hold the cap and the budget, read at each `schedule()`.
 
     0.31 and later separate admission (`max_num_active_reqs`) from the runner's slots; before,
     `max_num_running_reqs` is both and may be lowered while nothing runs.
 
-    Neither where drafts take slots of their own: these are counted against the budget of the
-    start, in some versions once and for all.
+    None where one is missing, or drafts take slots of their own: these are counted against the
+    budget of the start, in some versions once and for all.
 
     Source: vllm/config/speculative.py, SpeculativeConfig.max_num_new_slots_for_drafting.
     """
     drafts = getattr(getattr(scheduler, "vllm_config", None), "speculative_config", None)
     if getattr(drafts, "max_num_new_slots_for_drafting", 0):
-        return None, None
-    cap = next(
-        (n for n in ("max_num_active_reqs", "max_num_running_reqs") if hasattr(scheduler, n)),
-        None,
-    )
-    budget = (
-        "max_num_scheduled_tokens" if hasattr(scheduler, "max_num_scheduled_tokens") else None
-    )
-    return cap, budget
+        return None
+    budget = "max_num_scheduled_tokens"
+    for cap in ("max_num_active_reqs", "max_num_running_reqs"):
+        if hasattr(scheduler, cap) and hasattr(scheduler, budget):
+            return cap, budget
+    return None
 
 
 class BatchReader:

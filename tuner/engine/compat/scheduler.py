@@ -174,9 +174,10 @@ class SchedulerCore:
         self.scheduler, self.block_size = scheduler_of(
             config, kv_cache_config(shape, num_blocks)
         )
-        self._cap_name, self._budget_name = limit_names(self.scheduler)
-        if self._cap_name is None or self._budget_name is None:
+        names = limit_names(self.scheduler)
+        if names is None:
             raise EngineError("this vLLM cannot change its scheduler limits: it has no shadow")
+        self._cap_name, self._budget_name = names
         self._pool: Any = self.scheduler.kv_cache_manager.block_pool
         self.caches = shape.prefix_caching
         self.queue_size = 2 if shape.asynchronous else 1
@@ -184,8 +185,8 @@ class SchedulerCore:
 
     def set_limits(self, cap: int, budget: int) -> None:
         """Set cap and token budget of whatever is in the scheduler's sight."""
-        setattr(self.scheduler, str(self._cap_name), cap)
-        setattr(self.scheduler, str(self._budget_name), budget)
+        setattr(self.scheduler, self._cap_name, cap)
+        setattr(self.scheduler, self._budget_name, budget)
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached blocks; False if vLLM could not."""
