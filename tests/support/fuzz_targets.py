@@ -185,6 +185,8 @@ def _steps(window: int | None = None) -> bytes:
             "vocab_size": 99,
             "is_hybrid": False,
             "layers": [],
+            "has_uneven_layers": False,
+            "kv_shared_layers": 0,
             "sliding_window": window,
         },
         "parallel_config": dict.fromkeys(

@@ -154,6 +154,8 @@ def a_config(**changed: Any) -> dict[str, Any]:
             "model": shape.model,
             "is_hybrid": False,
             "layers": [],
+            "has_uneven_layers": False,
+            "kv_shared_layers": 0,
             "sliding_window": None,
             "vocab_size": shape.vocab_size,
         },

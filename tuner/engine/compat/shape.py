@@ -28,9 +28,7 @@ _NOT_COPIED = (
     "encoder_cache_size",
     "stream_interval",
 )
-_RECORDED: Final = (
-    *("parallel_config", "cache_config", "compilation_config", "scheduler_config"),
-)
+_RECORDED: Final = ("parallel_config", "cache_config", "compilation_config", "scheduler_config")
 _EXTENSIONS: Final = ("speculative_config", "lora_config", "kv_transfer_config")
 
 
@@ -139,26 +137,21 @@ def recorded_windows(config: Mapping[str, Any]) -> tuple[int, ...]:
     """
     model = config["model_config"]
     window = int(model["sliding_window"] or 0)
-    kinds = list(model.get("layers") or [_SLIDING])
-    own = kinds[: len(kinds) - int(model.get("kv_shared_layers", 0))]
+    kinds = list(model["layers"] or [_SLIDING])
+    own = kinds[: len(kinds) - int(model["kv_shared_layers"])]
     return tuple(window if kind == _SLIDING else 0 for kind in own)
 
 
 def _unusual_layers(model: Mapping[str, Any]) -> list[str]:
     """Return what keeps keys and values in another way than attention does, in words."""
-    kinds = set(model.get("layers", model.get("layer_types", ()))) - {_FULL}
-    others = kinds - {_SLIDING}
+    others = set(model["layers"]) - {_FULL, _SLIDING}
     return [
         words
         for words, holds in (
             (f"layers of {', '.join(sorted(others))}", bool(others)),
             ("state-space layers", bool(model["is_hybrid"])),
             # vLLM groups those by their bytes, of which a recording has none.
-            ("layers of several sizes", bool(model.get("has_uneven_layers", False))),
-            (
-                "sliding windows whose layers an earlier version of the recorder did not keep",
-                bool(kinds) and "layers" not in model,
-            ),
+            ("layers of several sizes", bool(model["has_uneven_layers"])),
         )
         if holds
     ]
