@@ -56,7 +56,7 @@ def test_files_keep_to_their_size_lose_nothing_and_each_have_a_header(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "prod.jsonl"
         path.write_bytes(b"from before\n")
-        segments = Segments(path, max_bytes, lambda: b"head\n")
+        segments = Segments(path, max_bytes, lambda: b"head\n", Room(path, (), 10**9))
         for at in range(0, len(lines), batch):
             segments.write(lines[at : at + batch])
         segments.close()
@@ -75,7 +75,7 @@ def test_files_keep_to_their_size_lose_nothing_and_each_have_a_header(
 @pytest.mark.parametrize("taken", ["deleted", "emptied", "renamed"])
 def test_what_follows_a_file_that_was_taken_away_is_kept(tmp_path: Path, taken: str) -> None:
     path, kept = tmp_path / "prod.jsonl", tmp_path / "prod.jsonl.1"
-    segments = Segments(path, None, lambda: b"head\n")
+    segments = Segments(path, None, lambda: b"head\n", Room(path, (), 10**9))
     segments.write([b"one\n"])
     if taken == "renamed":
         path.rename(kept)

@@ -58,10 +58,6 @@ class Faults:
         self._lock = threading.Lock()
         self.count = 0
 
-    def guard(self, max_in_a_row: int = MAX_IN_A_ROW) -> FaultGuard:
-        """Return a guard for one place; with 1 the recording ends at its first fault."""
-        return FaultGuard(self, max_in_a_row)
-
     def add(self, cause: Exception, in_a_row: int, max_in_a_row: int) -> None:
         """Count a fault, and warn or stop as its number asks for."""
         with self._lock:

@@ -101,7 +101,7 @@ class Recorder:
 
     def guard(self, max_in_a_row: int = MAX_IN_A_ROW) -> FaultGuard:
         """Return a guard for one place that may fail; with 1 its first fault ends it all."""
-        return self._faults.guard(max_in_a_row)
+        return FaultGuard(self._faults, max_in_a_row)
 
     def close(self) -> None:
         """Write what has been taken, and say what was recorded; later messages are ignored."""

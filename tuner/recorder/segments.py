@@ -88,11 +88,7 @@ class Segments:
     """
 
     def __init__(
-        self,
-        path: Path,
-        max_bytes: int | None,
-        header: Callable[[], bytes],
-        room: Room | None = None,
+        self, path: Path, max_bytes: int | None, header: Callable[[], bytes], room: Room
     ) -> None:
         self._path, self._max_bytes, self._header, self._room = path, max_bytes, header, room
         self._fd: int | None = None
@@ -110,8 +106,7 @@ class Segments:
         Raises: OSError; RoomError, with nothing written of what there is no room for.
         """
         header = self._header()
-        if self._room is not None:
-            self._room.take(sum(map(len, lines)) + len(header))
+        self._room.take(sum(map(len, lines)) + len(header))
         if header != self._written_header or self._is_taken():
             self.close()
         piece: list[bytes] = []
