@@ -101,8 +101,6 @@ def hours_of(trace: Trace, offset_s: float = 0.0) -> list[Hour]:
     stretches: dict[int, list[tuple[int, Window, int]]] = defaultdict(list)
     for number in range(first, last + 1):
         start_s, stop_s = number * HOUR_S - begin_s, (number + 1) * HOUR_S - begin_s
-        if stop_s <= 0:
-            continue
         window = Window(max(start_s, 0.0), min(stop_s, end_s))
         count = _count(trace, window)
         if count >= MIN_REQUESTS:
@@ -377,20 +375,21 @@ def calendar_of(
         if best is not None:
             candidates.add(best.limits)
         on_hour(f"{hour.name}: best {best.limits if best is not None else 'none'}")
-    fewest = [min(len(part.of(trace)) for part in hour.parts) for hour in hours]
     draws = max(MIN_DRAWS, math.ceil(FEW_DRAWS / max(len(hour.dates) for hour in hours)))
     draw = partial(retune.draw, settings=sorted(candidates), draws=draws)
     drawn = []
-    for hour, count in zip(hours, fewest, strict=True):
-        slos, left_out = _carried(aim.slos, count)
+    for hour in hours:
+        dates = [(part, part.of(trace)) for part in hour.parts]
+        fewest = min(len(requests) for _, requests in dates)
+        slos, left_out = _carried(aim.slos, fewest)
         if left_out:
             names = ", ".join(map(str, left_out))
             on_hour(f"{hour.name}: a date of it holds too few requests to judge by {names}")
         # A quiet night hour carries no p99, which is no reason to judge a day by medians.
-        scoring = Scoring(aim.objective, slos, tail_statistic(count))
+        scoring = Scoring(aim.objective, slos, tail_statistic(fewest))
         of_dates = [
-            draw(Workload("hour", (part,), (part.of(trace),), aim.plan, aim.slos, scoring))
-            for part in hour.parts
+            draw(Workload("hour", (part,), (requests,), aim.plan, aim.slos, scoring))
+            for part, requests in dates
         ]
         drawn.append(Draws.pooled(of_dates))
     metrics = " or ".join(dict.fromkeys(criterion(draws)[-1] for draws in drawn))

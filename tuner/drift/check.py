@@ -244,16 +244,13 @@ def other_limits(served: EngineLimits, tuned: EngineLimits) -> list[str]:
 
 
 def check(drift: Drift, trace: Trace, retune: Retune, aim: Aim) -> Checked:
-    """Return whether traffic that drifted is better served by another configuration.
+    """Return whether traffic that has shifted is better served by another configuration.
 
-    `trace` is what of the current traffic is replayed.
+    `trace` is what of it is replayed.
 
     Raises: ShadowError, TooFewSamplesError, UsageError.
     """
     current = retune.space.current
-    early = without_replay(drift, current)
-    if early is not None:
-        return early
     shifted = ", ".join(shift.name for shift in drift.relevant[:3]) + " shifted"
     predicted = retune.rank(trace, aim)
     now = predicted.outcomes[current]

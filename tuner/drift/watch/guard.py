@@ -29,14 +29,12 @@ from enum import StrEnum
 from functools import partial
 from typing import Final
 
+from tuner.drift.compare import MIN_REQUESTS
 from tuner.engine.limits import EngineLimits
 from tuner.replay.metrics import Measurement
 from tuner.replay.runner import Failure
 from tuner.stats import QUANTILES, Estimate, tail_statistic
 from tuner.traffic.prometheus.live import Live
-
-MIN_REQUESTS: Final = 200
-"""Ours: ten of them lie beyond a p95."""
 
 MIN_COVERED: Final = 0.8
 """Ours: a stretch that Prometheus scraped less of may have been quite another."""
@@ -333,15 +331,13 @@ def _ratio(one: Estimate, other: Estimate, metric: str) -> Estimate:
     down = _log(one.value, _low(one)), _log(_high(other), other.value)
     up = _log(_high(one), one.value), _log(other.value, _low(other))
     lower, upper = (sum(p) if metric == TAIL else math.hypot(*p) for p in (down, up))
-    return Estimate(value, value * math.exp(-lower), value * _exp(upper), min(one.n, other.n))
+    return Estimate(
+        value, value * math.exp(-lower), value * math.exp(upper), min(one.n, other.n)
+    )
 
 
 def _log(high: float, low: float) -> float:
     return math.log(high / low) if low > 0 and math.isfinite(high) else math.inf
-
-
-def _exp(log: float) -> float:
-    return math.exp(log) if math.isfinite(log) else math.inf
 
 
 def _is_off(times: Estimate, wrong_ratio: float) -> bool:

@@ -141,15 +141,12 @@ class Clock(Protocol):
 
     def now_s(self) -> float:
         """Return the Unix time."""
-        ...
 
     def elapsed_s(self) -> float:
         """Return seconds since any instant, which nobody sets back or forward."""
-        ...
 
     def sleep(self, seconds: float) -> None:
         """Let so much time pass."""
-        ...
 
 
 @dataclass(slots=True)

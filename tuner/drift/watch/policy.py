@@ -124,9 +124,10 @@ def next_act(
     For verdicts only: partial data, which has none, neither confirms nor refutes.
     """
     memory = _not_ahead(memory, now_s)
-    reason = _against(policy, memory, proposal)
-    if proposal is None or reason is not None:
-        return reason or Act.NONE, forgotten(memory)
+    if proposal is None:
+        return Act.NONE, forgotten(memory)
+    if reason := _against(policy, memory, proposal):
+        return reason, forgotten(memory)
     if _is_pending(memory, proposal):
         # The verdict goes on from when it was given, the limits from what they are by now.
         memory = replace(memory, pending=proposal.limits)
@@ -223,10 +224,8 @@ def alike(one: EngineLimits, other: EngineLimits) -> bool:
     return all(max(pair) <= ALIKE_RATIO * min(pair) for pair in pairs)
 
 
-def _against(policy: Policy, memory: Memory, proposal: ChangeProposal | None) -> Act | None:
+def _against(policy: Policy, memory: Memory, proposal: ChangeProposal) -> Act | None:
     """Return why a proposal does not even count, None where it does."""
-    if proposal is None:
-        return Act.NONE
     if any(alike(proposal.limits, barred) for barred in memory.barred):
         return Act.BARRED
     is_small = proposal.gain_ratio < policy.min_gain_ratio
