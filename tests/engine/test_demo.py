@@ -44,4 +44,4 @@ def test_any_text_survives_the_demo_tokenizer() -> None:
 def test_what_is_bundled_is_found_and_what_is_not_is_refused() -> None:
     assert bundled("traces").is_dir()
     with pytest.raises(UsageError, match="expected profiles or traces"):
-        bundled("tests")
+        bundled("nothing")

@@ -16,8 +16,6 @@ _PACKAGE_DIR: Final = Path(__file__).resolve().parents[1]
 DEMO_MODEL_DIR: Final = _PACKAGE_DIR / "demo_model"
 """A Qwen2-shaped model of 6 layers without weights, and a tokenizer made by us."""
 
-_BUNDLED_NAMES: Final = ("profiles", "traces")
-
 
 def demo_engine_args() -> dict[str, object]:
     """Return the `vllm serve --config` values that start vLLM on the demo model.
@@ -56,13 +54,10 @@ def bundled(name: str) -> Path:
     >>> bundled("traces").name
     'traces'
     """
-    places = (_PACKAGE_DIR / "_data" / name, _PACKAGE_DIR.parent / name)
-    if name in _BUNDLED_NAMES:
-        for place in places:
-            if place.is_dir():
-                return place
-    known = " or ".join(_BUNDLED_NAMES)
+    for place in (_PACKAGE_DIR / "_data" / name, _PACKAGE_DIR.parent / name):
+        if place.is_dir():
+            return place
     raise UsageError(
-        f"nothing is bundled under the name {name!r}: expected {known}",
+        f"nothing is bundled under the name {name!r}: expected profiles or traces",
         hint="reinstall the package, or pass a path of your own",
     )

@@ -119,25 +119,22 @@ STRETCHES = 10
 _ROUNDING = 1e-6
 
 
-def is_sustained(line: Timelines, *, is_closed_loop: bool = False) -> bool:
-    """Return whether the engine kept up with what it was offered.
+def is_sustained(line: Timelines) -> bool:
+    """Return whether the engine kept up with what an open loop offered.
 
     It did not when the offered work exceeds the time in which it came, however early everybody
     was admitted; nor when the requests in flight grow, beyond their noise, through the middle
     of the window. The first sees what a window shorter than its requests live cannot show,
-    the second what the cost of a step does not tell. Nor when many were given up. A closed loop
-    offers what the engine takes, and is always kept up with.
+    the second what the cost of a step does not tell. Nor when many were given up.
 
     Source: ours; the criterion of a stable queue is that its mean has no trend.
     """
-    if is_closed_loop:
-        return True
     waits = line.outcome != int(Outcome.REFUSED)
     # Stable sorting is linear on what is almost in order.
     due_s = np.sort(line.due_s[waits], kind="stable")
     if due_s.size < 2 or due_s[-1] <= due_s[0]:
         return True
-    if int((line.outcome == int(Outcome.TIMED_OUT)).sum()) > GROWTH_RATIO * due_s.size:
+    if line.count(Outcome.TIMED_OUT) > GROWTH_RATIO * due_s.size:
         return False
     offered = utilisation([line])
     if offered is not None and offered > 1 + _ROUNDING:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -223,7 +223,7 @@ class Measurement:
 
     def as_json(self) -> dict[str, Any]:
         """Return every number under the name that `tune replay --json` documents."""
-        usage = {"mean": self.kv_usage.mean, "p99": self.kv_usage.p99, "max": self.kv_usage.max}
+        usage = asdict(self.kv_usage)
         return {
             **{name: getattr(self, name) for name in _REQUESTS},
             **self._latencies_json(),
@@ -335,8 +335,8 @@ def _parts(logs: Sequence[ReplayLog]) -> tuple[list[Timelines], list[StepSummary
 
 
 def _kept_up(log: ReplayLog) -> bool:
-    is_closed = log.is_closed_loop
-    return not log.cut_reason and is_sustained(log.timelines, is_closed_loop=is_closed)
+    """Whether a whole load was sustained; a closed loop offers what the engine takes."""
+    return not log.cut_reason and (log.is_closed_loop or is_sustained(log.timelines))
 
 
 def _offered_per_s(lines: Sequence[Timelines]) -> float | None:

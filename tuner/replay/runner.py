@@ -22,7 +22,6 @@ from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.replay.process import WORTH_S, EngineProcess, EngineStart
 from tuner.replay.slo import Slo
-from tuner.replay.timeline import Outcome
 from tuner.traffic.resample import at_load, multiple_of
 from tuner.traffic.traces import Trace
 
@@ -347,9 +346,7 @@ def _what_is_left(cut: CutRule, log: ReplayLog) -> CutRule:
     """Return what of a cut rule remains after one of several windows."""
     left = cut
     if cut.late_s is not None:
-        lines = log.timelines
-        done = lines.outcome == int(Outcome.COMPLETED)
-        late = int(((lines.last_s - lines.due_s)[done] > cut.late_s).sum())
+        late = int((log.timelines.e2e_s > cut.late_s).sum())
         left = replace(left, allowed_late=cut.allowed_late - late)
     if cut.max_clock_s is not None:
         span_s = log.clock_s - float(log.timelines.due_s.min())

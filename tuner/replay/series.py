@@ -79,15 +79,10 @@ def _short(values: Floats) -> list[float]:
 
 
 def timeline_record(log: ReplayLog, most_points: int = MAX_POINTS) -> TimelineRecord:
-    """Return a replay in at most so many bins.
-
-    Raises: ValueError if the log holds no steps or there is to be no bin.
-    """
+    """Return a replay in at most so many bins. Raises: ValueError if the log holds no steps."""
     steps = log.kept_steps
     if steps is None:
         raise ValueError("the replay's plan did not ask for its steps to be kept")
-    if most_points < 1:
-        raise ValueError(f"a timeline has at least one point, got {most_points}")
     line = log.timelines
     never = (line.outcome == int(Outcome.UNFINISHED)) & np.isnan(line.sent_s)
     due_s = line.due_s[~never & (line.due_s <= log.clock_s)]

@@ -28,7 +28,6 @@ _SERVE_PARSER_MODULES = (
     "vllm.entrypoints.launchers.cli_args",
     "vllm.entrypoints.openai.cli_args",
 )
-_ARGPARSE_MODULES = ("vllm.utils.argparse_utils", "vllm.utils")
 _FLAG: Final = re.compile(r"(?<!\S)--[\w-]+")
 
 OPENAI_DEFAULTS: Final[Mapping[str, float]] = {
@@ -205,7 +204,7 @@ def flag_help(key: str) -> str:
 def _parser() -> Any:
     """Return the parser of `vllm serve`. Raises: UsageError without vLLM."""
     _import_vllm()
-    base: Any = _first_module(_ARGPARSE_MODULES, "FlexibleArgumentParser")
+    base: Any = _first_module(["vllm.utils.argparse_utils"], "FlexibleArgumentParser")
     make_parser: Any = _first_module(_SERVE_PARSER_MODULES, "make_arg_parser")
 
     class Parser(base):  # type: ignore[misc]  # the base class is vLLM's and untyped here
