@@ -141,7 +141,7 @@ _WIDTH = len(StepColumns.__dataclass_fields__)
 
 def _columns(rows: array[float]) -> StepColumns:
     table = np.array(rows, dtype=np.float64).reshape(-1, _WIDTH)
-    return StepColumns(*(np.ascontiguousarray(table[:, i]) for i in range(_WIDTH)))
+    return StepColumns(*np.ascontiguousarray(table.T))
 
 
 @dataclass(frozen=True, slots=True)

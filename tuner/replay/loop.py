@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Protocol
 
 import numpy as np
@@ -182,8 +183,8 @@ class _Replay:
         self._sent = 0
         self._ended = 0
         self._first_due_s: float | None = None
+        # By when they were due, the oldest first.
         self._in_flight: dict[int, float] = {}
-        self._oldest: deque[int] = deque()
         self._at_gate: deque[tuple[float, int]] = deque()
         self._late: set[int] = set()
 
@@ -293,8 +294,6 @@ class _Replay:
         """Hand a request over to the engine."""
         self._engine.add(row, self._prompts.prompt(row), self._outputs[row])
         self._in_flight[row] = due_s
-        if self._plan.timeout_s is not None:
-            self._oldest.append(row)
 
     def _take(self, step: Step) -> None:
         """Move the clock and stamp what the step brought out."""
@@ -335,19 +334,10 @@ class _Replay:
         self._arrivals.ended(row, self._clock.now_s)
 
     def _time_out(self) -> None:
-        """Drop requests whose client would have gone; the oldest are due first."""
-        patience_s = self._plan.timeout_s
-        if patience_s is None:
+        """Drop requests whose client would have gone."""
+        if self._plan.timeout_s is None:
             return
-        gone = []
-        while self._oldest:
-            row = self._oldest[0]
-            due_s = self._in_flight.get(row)
-            if due_s is not None and self._clock.now_s - due_s <= patience_s:
-                break
-            self._oldest.popleft()
-            if due_s is not None:
-                gone.append(row)
+        gone = list(self._older_than(self._plan.timeout_s))
         if gone:
             self._engine.abort(gone)
             for row in gone:
@@ -377,24 +367,25 @@ class _Replay:
             return cut.wall_text
         if cut.late_s is None:
             return None
-        self._note_overdue(now_s, cut.late_s)
+        self._note_overdue(cut.late_s)
         if len(self._late) > cut.allowed_late:
             return cut.late_text
         return None
 
-    def _note_overdue(self, now_s: float, late_s: float) -> None:
+    def _note_overdue(self, late_s: float) -> None:
         """Count what is in flight for longer than late_s, where that is certain to stay.
 
-        In-flight requests are kept in due order, so the overdue ones come first. Ages only
-        grow, hence a row that was late once stays late, unless its client may yet leave.
+        Ages only grow, hence a row that was late once stays late, unless its client may yet
+        leave.
         """
-        if self._plan.timeout_s is not None:
-            return
-        for row, due_s in self._in_flight.items():
-            if now_s - due_s <= late_s:
-                break
-            if row >= self._led_in:
-                self._late.add(row)
+        if self._plan.timeout_s is None:
+            self._late.update(row for row in self._older_than(late_s) if row >= self._led_in)
+
+    def _older_than(self, age_s: float) -> Iterator[int]:
+        """Return what is in flight for longer."""
+        now_s = self._clock.now_s
+        overdue = takewhile(lambda sent: now_s - sent[1] > age_s, self._in_flight.items())
+        return (row for row, _ in overdue)
 
     def _progress(self, wall_s: float) -> Progress:
         return Progress(self._sent, self._ended, len(self._trace), self._clock.now_s, wall_s)

@@ -106,11 +106,10 @@ class _EngineWorker:
         notes = tuple(filter(None, (info.sampling, warm.missed(info.ceiling))))
         return EngineStart(info, start_s, warm.took_s, shape, no_shadow, notes)
 
-    def load(self, name: str, trace: Trace, seed: int) -> int:
-        """Keep a trace under a name and return its length."""
+    def load(self, name: str, trace: Trace, seed: int) -> None:
+        """Keep a trace under a name."""
         prompts = PromptSource(trace, self._running.info.vocab_size, seed)
         self._traces[name] = (trace, prompts)
-        return len(trace)
 
     def replay(self, name: str, limits: EngineLimits, plan: ReplayPlan) -> ReplayLog:
         """Replay a kept trace at the limits, reporting progress on the way."""

@@ -96,8 +96,6 @@ def timeline_record(log: ReplayLog, most_points: int = MAX_POINTS) -> TimelineRe
     at = _bins_of(steps.end_s, start_s, bin_s, bins)
     np.maximum.at(peaks, at, steps.kv_peak_ratio)
     usage = _means(steps, steps.kv_usage_ratio, edges_s)
-    preemptions: Floats = np.zeros(bins)
-    np.add.at(preemptions, at, steps.preempted)
     arrivals = _bins_of(due_s, start_s, bin_s, bins)
     return TimelineRecord(
         start_s=start_s,
@@ -107,7 +105,7 @@ def timeline_record(log: ReplayLog, most_points: int = MAX_POINTS) -> TimelineRe
         waiting=_short(_means(steps, steps.waiting, edges_s)),
         kv_usage_ratio=_short(usage),
         kv_peak_ratio=_short(np.maximum(peaks, usage)),
-        preemptions=_short(preemptions),
+        preemptions=_short(np.bincount(at, steps.preempted, bins)),
     )
 
 

@@ -112,8 +112,7 @@ class ServerProcess:
         if self._process is not None and (code := self._process.poll()) is not None:
             words = last_words(self._log_path)
             raise EngineError(
-                f"the server ended with code {code}{': ' + words if words else ''}",
-                f"see {self._log_path}",
+                f"the server ended with code {code}: {words}", f"see {self._log_path}"
             )
 
     def stop(self) -> None:
