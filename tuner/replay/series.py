@@ -105,7 +105,7 @@ def timeline_record(log: ReplayLog, most_points: int = MAX_POINTS) -> TimelineRe
         waiting=_short(_means(steps, steps.waiting, edges_s)),
         kv_usage_ratio=_short(usage),
         kv_peak_ratio=_short(np.maximum(peaks, usage)),
-        preemptions=_short(np.bincount(at, steps.preempted, bins)),
+        preemptions=_short(np.bincount(at, steps.preempted, bins).astype(np.float64)),
     )
 
 

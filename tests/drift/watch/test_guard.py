@@ -18,9 +18,9 @@ from support.prometheus_fake import FakePrometheus, answered, listening, send
 from support.traffic import replay_toy, steady
 from support.watch_parts import EIGHT, FOUR, HOUR_S, MINUTE_S, UNCHANGED, World, a_world, pays
 from tuner import stats
+from tuner.drift.compare import MIN_REQUESTS
 from tuner.drift.watch.guard import (
     MEAN,
-    MIN_REQUESTS,
     RATE,
     SETTLE_RATIO,
     TAIL,
