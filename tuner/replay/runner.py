@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Final, TypeVar
+from typing import Final
 
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineInfo
@@ -24,8 +24,6 @@ from tuner.replay.process import WORTH_S, EngineProcess, EngineStart
 from tuner.replay.slo import Slo
 from tuner.traffic.resample import at_load, multiple_of
 from tuner.traffic.traces import Trace
-
-_Answer = TypeVar("_Answer")
 
 # Loads are resolved to this share: ours, about what two live replays differ by.
 LOAD_RATIO = 0.02
@@ -114,7 +112,7 @@ class EngineRunner:
         seed: int,
         note: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self._process = process
+        self.process = process
         self._note = note
         self._noted: set[str] = set()
         self._values = values
@@ -137,7 +135,7 @@ class EngineRunner:
             return
         self._traces[name] = trace
         if self.started is not None:
-            self._process.load(name, trace, self._seed)
+            self.process.load(name, trace, self._seed)
 
     def ensure_started(self, limits: EngineLimits | None = None) -> EngineStart:
         """Return the running engine, starting it if there is none.
@@ -182,28 +180,15 @@ class EngineRunner:
         self, ceiling: EngineLimits, changes: Mapping[str, object] | None = None
     ) -> EngineStart:
         values = changed(self._values, changes) if changes else self._values
-        self.started = self._process.start(values, ceiling)
+        self.started = self.process.start(values, ceiling)
         self.starts += 1
         for line in self.started.notes:
             if line not in self._noted:
                 self._noted.add(line)
                 self._note(line)
         for name, trace in self._traces.items():
-            self._process.load(name, trace, self._seed)
+            self.process.load(name, trace, self._seed)
         return self.started
-
-    def call(self, function: Callable[..., _Answer], *arguments: object) -> _Answer:
-        """Call a function in the engine's process. Raises: TunerError."""
-        return self._process.call(function, *arguments)
-
-    @property
-    def process_s(self) -> float:
-        """Seconds until a process that was just started answers."""
-        return self._process.first_answer_s
-
-    def expect(self, starts: int) -> None:
-        """Say how many engines will start from now on, so that their processes begin ahead."""
-        self._process.expect(starts)
 
     def cold_start_s(self, limits: EngineLimits) -> float:
         """Return what starting at the limits in a process of its own should take.
@@ -217,9 +202,8 @@ class EngineRunner:
             limits.max_num_batched_tokens / top.max_num_batched_tokens,
         )
         start_s = self.start_s - self.warm_up_s * (1 - min(1.0, share))
-        if self.process_s > WORTH_S:
-            return max(self.process_s, start_s)
-        return self.process_s + start_s
+        process_s = self.process.first_answer_s
+        return max(process_s, start_s) if process_s > WORTH_S else process_s + start_s
 
     @property
     def restarts_per_config(self) -> bool:
@@ -247,7 +231,7 @@ class EngineRunner:
         cut = plan.cut
         try:
             for name in names:
-                log = self._process.replay(name, limits, replace(plan, cut=cut), on_progress)
+                log = self.process.replay(name, limits, replace(plan, cut=cut), on_progress)
                 logs.append(log)
                 if on_log is not None:
                     on_log(log)
@@ -266,7 +250,7 @@ class EngineRunner:
         scaled = f"{name} at another load"
         trace = at_load(self._traces[name], load)
         # Not kept among the traces: a later load takes its place.
-        self._process.load(scaled, trace, self._seed)
+        self.process.load(scaled, trace, self._seed)
         return scaled
 
     @contextmanager

@@ -143,7 +143,7 @@ def confirm_cold(
         is_odd = cold.deviations > COLD_DIFFERS
         is_odd |= cold.winner.tier is not Tier.FAILED and _is_lower(context, plan, decision)
         # No process has begun ahead of these.
-        if is_odd and context.left_s >= cost_s + runner.engine.process_s:
+        if is_odd and context.left_s >= cost_s + runner.engine.process.first_answer_s:
             start_all(runner, plan, pair[::-1], 2)
             cold = _cold_of(context, plan, decision, deployed)
     if _shows_nothing(context, decision, cold):
@@ -202,7 +202,7 @@ def start_all(
     So many other engines are expected to start later.
     """
     missing = [one for one in order if len(_starts(runner.context, one)) < starts]
-    runner.engine.expect(len(missing) + later)
+    runner.engine.process.expect(len(missing) + later)
     for number, limits in enumerate(missing):
         # While it runs the engine's own start is the one that counts.
         start_s = runner.engine.cold_start_s(limits)

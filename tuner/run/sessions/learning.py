@@ -157,7 +157,7 @@ class Learning:
             engine = predictor.simulated(limits)
             parts = (engine.shape, engine.ceiling, engine.num_blocks, engine.step_model)
             given = (*parts, piece, limits, workload.plan)
-            reference = self.runner.engine.call(replay_reference, *given)
+            reference = self.runner.engine.process.call(replay_reference, *given)
             if reference is None:
                 return profile
             found.append(compare(engine, piece, limits, workload.plan, reference))

@@ -160,7 +160,7 @@ class Session:
         engine, space = self.runner.engine, self.context.space
         is_live = self.search.method is Method.LIVE
         # This one, and the winner's started cold.
-        engine.expect(1 if self.search.method is Method.CALIBRATED else 2)
+        engine.process.expect(1 if self.search.method is Method.CALIBRATED else 2)
         with nullcontext() if is_live else compiled_meanwhile(simulator.warm_up):
             started = engine.start_below(space.current)
         if engine.ceiling != space.ceiling:
