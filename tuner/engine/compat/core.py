@@ -19,10 +19,8 @@ from tuner.engine.compat import graphs
 from tuner.engine.compat.serve import (
     device_name,
     first_line,
-    greedy_sampling,
     has_own_kv_store,
-    sampling_text,
-    server_sampling,
+    sampling,
     vllm_version,
 )
 from tuner.engine.compat.shape import captured_sizes, read_shape
@@ -91,8 +89,7 @@ class Core:
             raise EngineError(f"the engine did not start: {first_line(failed)}") from failed
         self._core: Any = self._engine.engine_core.engine_core
         model = self._core.vllm_config.model_config
-        self._sampling = greedy_sampling() if is_greedy else server_sampling(model)
-        self._sampling_text = sampling_text(self._sampling, model, is_greedy=is_greedy)
+        self._sampling, self._sampling_text = sampling(model, is_greedy=is_greedy)
         self._scheduler: Any = self._core.scheduler
         self._limit_names = limit_names(self._scheduler)
         self._pending: deque[_Sent] = deque()

@@ -381,27 +381,25 @@ def _has_experts(model_config: Any) -> bool:
     return count is not None and int(count()) > 0
 
 
-def server_sampling(model_config: Any) -> dict[str, float]:
-    """Return the parameters that a server of this model samples with by default.
+def sampling(model_config: Any, *, is_greedy: bool) -> tuple[dict[str, float], str]:
+    """Return the parameters that tokens are sampled with, and a sentence on them.
 
-    Lengths are left out: answers are as long as they were recorded. Which of them a release
-    takes from the model, it says itself.
+    They are those of a server of this model, unless the likeliest token is asked for. Lengths
+    are left out: answers are as long as they were recorded. What a release takes from the
+    model, it says itself.
 
     Source: vllm/config/model.py, ModelConfig.get_diff_sampling_param.
     """
-    said: Mapping[str, Any] = model_config.get_diff_sampling_param()
-    return {name: said.get(name, usual) for name, usual in OPENAI_DEFAULTS.items()}
-
-
-def greedy_sampling() -> dict[str, float]:
-    """Return the parameters that take the likeliest token."""
-    return {"temperature": 0.0}
-
-
-def sampling_text(params: Mapping[str, float], model_config: Any, *, is_greedy: bool) -> str:
-    """Say in a sentence how tokens are sampled, and where that comes from."""
     if is_greedy:
-        return "tokens are sampled greedily, as asked for; a server samples as its model says"
+        text = "tokens are sampled greedily, as asked for; a server samples as its model says"
+        return {"temperature": 0.0}, text
+    said: Mapping[str, Any] = model_config.get_diff_sampling_param()
+    params = {name: said.get(name, usual) for name, usual in OPENAI_DEFAULTS.items()}
+    return params, _sampling_text(params, model_config)
+
+
+def _sampling_text(params: Mapping[str, float], model_config: Any) -> str:
+    """Say how a server samples, and where that comes from."""
     set_apart = {n: v for n, v in params.items() if v != OPENAI_DEFAULTS[n]}
     if not set_apart:
         return "tokens are sampled at temperature 1: the model's generation_config says nothing"

@@ -10,6 +10,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -209,10 +210,8 @@ class _Client:
 
     async def _pause(self, wait_s: float | None) -> None:
         """Wait until something ends, or so long; at most a second, to see a dead server."""
-        try:
+        with suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), min(wait_s or 1.0, 1.0))
-        except TimeoutError:
-            return
 
     def _over(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
