@@ -234,7 +234,7 @@ def _against(policy: Policy, memory: Memory, proposal: ChangeProposal) -> Act | 
 
 def _is_pending(memory: Memory, proposal: ChangeProposal) -> bool:
     """Return whether a proposal is that of the standing verdict."""
-    if memory.pending is None or memory.verdict_s is None:
+    if memory.pending is None:
         return False
     return alike(proposal.limits, memory.pending) and proposal.against == memory.against
 
