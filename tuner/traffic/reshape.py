@@ -343,8 +343,8 @@ def _thinned(notes: ReadNotes, gone: int) -> ReadNotes:
     """Return the notes of a share: of answers cut short it has as many in a hundred."""
     others = (r for r in notes.remarks if r.kind is not RemarkKind.ENGINES_TOGETHER)
     notes = replace(notes, remarks=tuple(others))
-    kept = notes.rows - sum(notes.dropped.values())
-    aborted = round(notes.aborted * (kept - gone) / kept) if kept > 0 else notes.aborted
+    kept, aborted = notes.kept, notes.aborted
+    aborted = round(aborted * (kept - gone) / kept) if kept > 0 else aborted
     return replace(notes.with_dropped("sent to other replicas", gone), aborted=aborted)
 
 

@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -60,20 +59,16 @@ class ReadNotes:
 
     rows: int = 0
     moved: int = 0
-    dropped: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
-    clipped: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    clipped: Mapping[str, int] = field(default_factory=dict)
     remarks: tuple[Remark, ...] = ()
     sampled_from: str = ""
     aborted: int = 0
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "dropped", MappingProxyType(dict(self.dropped)))
-        object.__setattr__(self, "clipped", MappingProxyType(dict(self.clipped)))
-
-    def __reduce__(self) -> tuple[type[ReadNotes], tuple[object, ...]]:
-        """Travel between processes, which a mapping proxy cannot."""
-        plain = (self.rows, self.moved, dict(self.dropped), dict(self.clipped))
-        return ReadNotes, (*plain, self.remarks, self.sampled_from, self.aborted)
+    @property
+    def kept(self) -> int:
+        """How many of the rows that were read were not dropped."""
+        return self.rows - sum(self.dropped.values())
 
     def with_dropped(self, reason: str, count: int) -> ReadNotes:
         """Return the notes with `count` more rows dropped for `reason`."""

@@ -112,9 +112,8 @@ def _aborted(trace: Trace) -> int:
 
     Which they were is not known any more.
     """
-    notes = trace.notes
-    kept = notes.rows - sum(notes.dropped.values())
-    return round(notes.aborted * len(trace) / kept) if kept > 0 else notes.aborted
+    count, kept = trace.notes.aborted, trace.notes.kept
+    return round(count * len(trace) / kept) if kept > 0 else count
 
 
 def _row(trace: Trace, i: int, size: object) -> dict[str, object]:
