@@ -6,7 +6,7 @@ is a reason to doubt these numbers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -21,7 +21,7 @@ from tuner.traffic.concurrency import (
 )
 from tuner.traffic.prefixes import HashIds
 from tuner.traffic.reshape import MANY_ROWS, clock_tick_s, tied_ratio
-from tuner.traffic.traces import Remark, RemarkKind, Trace, counts_text
+from tuner.traffic.traces import RemarkKind, Trace, counts_text
 
 _UNIFORM_SPREAD = 1.1
 """Ours: p90 within 10 % of p10; the narrowest public trace has a ratio above 5."""
@@ -51,99 +51,71 @@ def warnings_of(
     trace: Trace, *, in_flight: InFlight, largest_cap: int
 ) -> tuple[TraceWarning, ...]:
     """Return every reason to doubt the trace, the gravest about reading first."""
-    warnings = [
-        _sampled_warning(trace),
-        _closed_warning(trace),
-        _aborted_warning(trace),
-        *map(_remark_warning, trace.notes.remarks),
-        _order_warning(trace),
-        _clock_warning(trace.due_s),
-        _uniform_warning(trace),
-        _even_warning(trace),
-        _silence_warning(trace.due_s),
-        _latency_warning(in_flight.recorded_ratio),
-        _demand_warning(in_flight, largest_cap),
-    ]
-    return tuple(warning for warning in warnings if warning is not None)
-
-
-def _sampled_warning(trace: Trace) -> TraceWarning | None:
-    if not trace.notes.sampled_from:
-        return None
-    return TraceWarning(
-        Caveat.SAMPLED_TRACE,
-        f"sampled from {trace.notes.sampled_from}, not recorded: bursts within its windows and "
-        "which prompt came with which answer are drawn at random",
+    return (
+        *_on_reading(trace),
+        *_on_clock(trace.due_s),
+        *_on_evenness(trace),
+        *_on_silence(trace.due_s),
+        *_on_demand(in_flight, largest_cap),
     )
 
 
-def _closed_warning(trace: Trace) -> TraceWarning | None:
-    if trace.concurrency is None:
-        return None
-    return TraceWarning(
-        Caveat.CLOSED_LOOP,
-        "a recording of requests in flight, not of arrivals: it is replayed in a closed loop, "
-        "whose latencies never compare with an open one",
-    )
-
-
-def _aborted_warning(trace: Trace) -> TraceWarning | None:
+def _on_reading(trace: Trace) -> Iterator[TraceWarning]:
     notes = trace.notes
-    if notes.aborted <= _MANY_ABORTED * (notes.rows - sum(notes.dropped.values())):
-        return None
-    return TraceWarning(
-        Caveat.ANSWERS_CUT,
-        f"clients left before {notes.aborted:,} answers were whole: what they asked for "
-        "is not recorded, compare with --aborted keep, which is the least that it was",
-    )
+    if notes.sampled_from:
+        yield TraceWarning(
+            Caveat.SAMPLED_TRACE,
+            f"sampled from {notes.sampled_from}, not recorded: bursts within its windows and "
+            "which prompt came with which answer are drawn at random",
+        )
+    if trace.concurrency is not None:
+        yield TraceWarning(
+            Caveat.CLOSED_LOOP,
+            "a recording of requests in flight, not of arrivals: it is replayed in a closed "
+            "loop, whose latencies never compare with an open one",
+        )
+    if notes.aborted > _MANY_ABORTED * notes.kept:
+        yield TraceWarning(
+            Caveat.ANSWERS_CUT,
+            f"clients left before {notes.aborted:,} answers were whole: what they asked for "
+            "is not recorded, compare with --aborted keep, which is the least that it was",
+        )
+    for remark in notes.remarks:
+        is_missed = remark.kind is RemarkKind.LOAD_MISSED
+        yield TraceWarning(Caveat.LOAD_MISSED if is_missed else "remark", remark.text)
+    if notes.moved:
+        yield TraceWarning(
+            "unsorted",
+            f"{notes.moved:,} rows were out of order in the file and have been sorted",
+        )
 
 
-def _remark_warning(remark: Remark) -> TraceWarning:
-    is_missed = remark.kind is RemarkKind.LOAD_MISSED
-    return TraceWarning(Caveat.LOAD_MISSED if is_missed else "remark", remark.text)
+def _on_clock(due_s: Floats) -> Iterator[TraceWarning]:
+    if (tick_s := clock_tick_s(due_s)) is not None:
+        yield TraceWarning(
+            Caveat.QUANTISED_CLOCK,
+            f"the clock ticks every {tick_s:.3g} s and {tied_ratio(due_s):.0%} of the requests "
+            "share an instant: these bursts may be the clock's, not the users'; --spread "
+            "undoes it",
+        )
 
 
-def _order_warning(trace: Trace) -> TraceWarning | None:
-    if not trace.notes.moved:
-        return None
-    return TraceWarning(
-        "unsorted",
-        f"{trace.notes.moved:,} rows were out of order in the file and have been sorted",
-    )
-
-
-def _clock_warning(due_s: Floats) -> TraceWarning | None:
-    tick_s = clock_tick_s(due_s)
-    if tick_s is None:
-        return None
-    return TraceWarning(
-        Caveat.QUANTISED_CLOCK,
-        f"the clock ticks every {tick_s:.3g} s and {tied_ratio(due_s):.0%} of the requests "
-        "share an instant: these bursts may be the clock's, not the users'; --spread undoes it",
-    )
-
-
-def _uniform_warning(trace: Trace) -> TraceWarning | None:
+def _on_evenness(trace: Trace) -> Iterator[TraceWarning]:
     columns = {"prompt": trace.prompt_tokens, "output": trace.output_tokens}
     uniform = [name for name, tokens in columns.items() if _is_uniform(tokens)]
-    if not uniform:
-        return None
-    return TraceWarning(
-        Caveat.UNIFORM_TRACE,
-        f"{' and '.join(uniform)} lengths are nearly all equal: uniform data misleads, "
-        "replay recorded lengths",
-    )
-
-
-def _even_warning(trace: Trace) -> TraceWarning | None:
+    if uniform:
+        yield TraceWarning(
+            Caveat.UNIFORM_TRACE,
+            f"{' and '.join(uniform)} lengths are nearly all equal: uniform data misleads, "
+            "replay recorded lengths",
+        )
     gaps = np.diff(trace.due_s)
-    if trace.concurrency is not None or not gaps.any() or not _is_uniform(gaps):
-        return None
-    return TraceWarning(
-        "even_arrivals",
-        "requests come at nearly equal distances: users come in bursts, and what queues behind "
-        "one does not show here",
-    )
+    if trace.concurrency is None and gaps.any() and _is_uniform(gaps):
+        yield TraceWarning(
+            "even_arrivals",
+            "requests come at nearly equal distances: users come in bursts, and what queues "
+            "behind one does not show here",
+        )
 
 
 def _is_uniform(values: Ints | Floats) -> bool:
@@ -153,36 +125,31 @@ def _is_uniform(values: Ints | Floats) -> bool:
     return bool(high <= _UNIFORM_SPREAD * low)
 
 
-def _silence_warning(due_s: Floats) -> TraceWarning | None:
+def _on_silence(due_s: Floats) -> Iterator[TraceWarning]:
     gaps = np.diff(due_s)
     longest_s = float(gaps.max(initial=0.0))
-    if longest_s < _SILENCE_S or longest_s < _SILENCE_GAPS * gaps.mean():
-        return None
-    return TraceWarning(
-        "long_silence",
-        f"the longest silence is {longest_s:,.0f} s: the mean rate hides how busy the rest is",
-    )
+    if longest_s >= _SILENCE_S and longest_s >= _SILENCE_GAPS * gaps.mean():
+        yield TraceWarning(
+            "long_silence",
+            f"the longest silence is {longest_s:,.0f} s: the mean rate hides how busy the rest "
+            "is",
+        )
 
 
-def _latency_warning(recorded_ratio: float) -> TraceWarning | None:
-    if recorded_ratio in (0.0, 1.0):
-        return None
-    return TraceWarning(
-        "latency_gaps",
-        f"{1 - recorded_ratio:.1%} of the requests have no recorded latency; theirs "
-        "is estimated from their output tokens",
-    )
-
-
-def _demand_warning(in_flight: InFlight, largest_cap: int) -> TraceWarning | None:
+def _on_demand(in_flight: InFlight, largest_cap: int) -> Iterator[TraceWarning]:
+    if in_flight.recorded_ratio not in {0.0, 1.0}:
+        yield TraceWarning(
+            "latency_gaps",
+            f"{1 - in_flight.recorded_ratio:.1%} of the requests have no recorded latency; "
+            "theirs is estimated from their output tokens",
+        )
     peak = in_flight.peak
-    if peak >= largest_cap:
-        return None
-    return TraceWarning(
-        Caveat.LOW_DEMAND,
-        f"at most {peak} requests are in flight at once ({in_flight.basis}): an engine that "
-        f"keeps up so fills no cap above {peak}, a slower or overloaded one may",
-    )
+    if peak < largest_cap:
+        yield TraceWarning(
+            Caveat.LOW_DEMAND,
+            f"at most {peak} requests are in flight at once ({in_flight.basis}): an engine "
+            f"that keeps up so fills no cap above {peak}, a slower or overloaded one may",
+        )
 
 
 FELT_HITS_RATIO = 0.10
