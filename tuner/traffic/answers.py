@@ -138,15 +138,8 @@ def _places(counts: Ints) -> tuple[Ints, Ints]:
 
 def _alone(groups: Ints, values: Ints) -> Bools:
     """Mark the members of groups whose values are all the same."""
-    if not groups.size:
-        return np.zeros(0, np.bool_)
-    _, group = np.unique(groups, return_inverse=True)
-    order = np.argsort(group, kind="stable")
-    begins = np.flatnonzero(np.diff(group[order], prepend=-1))
-    least = np.minimum.reduceat(values[order], begins)
-    most = np.maximum.reduceat(values[order], begins)
-    alone: Bools = (least == most)[group]
-    return alone
+    differs = values != _first_of(groups, values)
+    return ~np.isin(groups, groups[differs])
 
 
 def _first_of(keys: Ints, values: Ints) -> Ints:
