@@ -106,9 +106,9 @@ def test_other_seeds_give_other_tokens() -> None:
     assert PromptSource(trace, 1000, 0).tokens(0) != PromptSource(trace, 1000, 1).tokens(0)
 
 
-def test_reserved_ids_never_occur_and_a_vocabulary_of_them_is_refused() -> None:
-    source = PromptSource(a_trace([500]), vocab_size=20, reserved={3, 17})
-    assert set(source.tokens(0)) == set(range(20)) - {3, 17}
+def test_special_ids_never_occur_and_a_vocabulary_of_them_is_refused() -> None:
+    source = PromptSource(a_trace([500]), vocab_size=20)
+    assert set(source.tokens(0)) == set(range(10, 20))
     with pytest.raises(UsageError, match="at least 2 usable token ids, got 11"):
         PromptSource(a_trace([1]), vocab_size=11)
 

@@ -8,8 +8,9 @@ answer before it as the engine gave it. Nothing here is text.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
 
 import numpy as np
@@ -20,7 +21,7 @@ from tuner.traffic.answers import HeldAnswers, held_answers
 from tuner.traffic.prefixes import GOLDEN, mixed
 from tuner.traffic.traces import Trace
 
-SPECIAL_IDS = range(10)
+SPECIAL_IDS = 10
 """Ours: padding, start, end and unknown are among the first ten ids of many vocabularies."""
 
 _BLOCK_DOMAIN, _TAIL_DOMAIN, _ANSWER_DOMAIN = 1, 2, 3
@@ -101,35 +102,28 @@ class PromptSource:
     Source: the generator's finaliser is SplitMix64, Steele, Lea and Flood (2014).
     """
 
-    def __init__(
-        self,
-        trace: Trace,
-        vocab_size: int,
-        seed: int = 0,
-        reserved: Collection[int] = SPECIAL_IDS,
-    ) -> None:
+    def __init__(self, trace: Trace, vocab_size: int, seed: int = 0) -> None:
         self._trace = trace
-        usable = np.setdiff1d(np.arange(max(vocab_size, 0)), np.array(list(reserved), np.int64))
-        if usable.size < 2:
+        self._usable = vocab_size - SPECIAL_IDS
+        if self._usable < 2:
             raise UsageError(
                 f"vocab_size must leave at least 2 usable token ids, got {vocab_size} with "
-                f"{len(reserved)} reserved",
+                f"{SPECIAL_IDS} reserved",
                 "check the model's vocab_size",
             )
-        self._usable = usable
         self._seed = mixed(np.array([seed % (1 << 64)], np.uint64) + GOLDEN)
-        self._digits = _digits_needed(len(trace), usable.size)
-        self._all_held: HeldAnswers | None = None
+        self._digits = _digits_needed(len(trace), self._usable)
         self._held: HeldAnswers | None = None
-        self._is_searched = False
         self._answers: dict[int, list[int]] = {}
 
     def begin(self, *, turns_wait: bool) -> None:
         """Begin a replay: forget answers, and hold new ones where turns wait for them."""
-        if turns_wait and not self._is_searched:
-            self._all_held, self._is_searched = held_answers(self._trace), True
         self._held = self._all_held if turns_wait else None
         self._answers = {}
+
+    @cached_property
+    def _all_held(self) -> HeldAnswers | None:
+        return held_answers(self._trace)
 
     def answered(self, index: int, ids: Sequence[int]) -> None:
         """Take tokens that a request was answered with, if another prompt will hold them."""
@@ -240,7 +234,7 @@ class PromptSource:
         keys = mixed(numbers.astype(np.uint64) ^ mixed(self._seed + np.uint64(domain)))
         counters = np.arange(begin + 1, end + 1, dtype=np.uint64) * GOLDEN
         words = mixed(keys[:, np.newaxis] + counters[np.newaxis, :])
-        base = np.uint64(self._usable.size)
+        base = np.uint64(self._usable)
         places = ((words >> np.uint64(32)) * base) >> np.uint64(32)
         is_block = domain == _BLOCK_DOMAIN
         digits = _digits_needed(1 << 64, int(base)) if is_block else self._digits
@@ -250,7 +244,7 @@ class PromptSource:
                 if place >= begin:
                     places[:, place - begin] = rest % base
                 rest = rest // base
-        return self._usable[places.astype(np.int64)]
+        return places.astype(np.int64) + SPECIAL_IDS
 
 
 def own_key(row: int, end: int) -> bytes:
