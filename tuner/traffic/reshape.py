@@ -8,19 +8,30 @@ scope, and the turns of sessions, stay apart throughout.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from functools import reduce
 from heapq import heappop, heappush
-from typing import TypeVar
+from types import SimpleNamespace
 
 import numpy as np
 
 from tuner.errors import TraceError, UsageError
 from tuner.stats import Floats, Ints
 from tuner.traffic.prefixes import HashIds, offsets_of
-from tuner.traffic.traces import ClockOrigin, ReadNotes, Remark, RemarkKind, Trace, Turns
+from tuner.traffic.traces import (
+    ARRAYS,
+    ClockOrigin,
+    ReadNotes,
+    Remark,
+    RemarkKind,
+    Trace,
+    Turns,
+    joined,
+    joined_texts,
+    rows_of,
+)
 
 
 def merge(traces: Sequence[Trace], starts_s: Sequence[float] | None = None) -> Trace:
@@ -45,18 +56,17 @@ def merge(traces: Sequence[Trace], starts_s: Sequence[float] | None = None) -> T
     starts, zero_s = (list(starts_s), 0.0) if starts_s is not None else _starts(traces)
     due_s = np.concatenate([t.due_s + s for t, s in zip(traces, starts, strict=True)])
     order = np.argsort(due_s, kind="stable")
-    hashes, turns = _hashes(traces), _turns(traces)
+    sizes, missing = list(map(len, traces)), {"priorities": 0, "engines": -1}
+    columns = SimpleNamespace(
+        hashes=_hashes(traces),
+        turns=_turns(traces, sizes),
+        request_ids=joined_texts([trace.request_ids for trace in traces], sizes),
+    )
+    for name in ARRAYS:
+        parts = [getattr(trace, name) for trace in traces]
+        setattr(columns, name, joined(parts, sizes, missing.get(name, np.nan)))
     return Trace(
         due_s=due_s[order] - due_s[order[0]],
-        prompt_tokens=np.concatenate([t.prompt_tokens for t in traces])[order],
-        output_tokens=np.concatenate([t.output_tokens for t in traces])[order],
-        hashes=hashes.take(order) if hashes is not None else None,
-        e2e_s=_column(traces, lambda t: t.e2e_s, order, np.nan),
-        ttft_s=_column(traces, lambda t: t.ttft_s, order, np.nan),
-        turns=turns.take(order, due_s) if turns is not None else None,
-        request_ids=_request_ids(traces, order),
-        priorities=_column(traces, lambda t: t.priorities, order, 0),
-        engines=_column(traces, lambda t: t.engines, order, -1),
         source=f"{traces[0].source} and {len(traces) - 1} more",
         format="+".join(sorted({trace.format for trace in traces})),
         sha256=hashlib.sha256("".join(t.sha256 for t in traces).encode()).hexdigest(),
@@ -64,6 +74,7 @@ def merge(traces: Sequence[Trace], starts_s: Sequence[float] | None = None) -> T
         origin=traces[0].origin if have_one_clock(traces) else ClockOrigin.OWN,
         zero_s=zero_s + float(due_s[order[0]]),
         hash_scope=_scope(traces),
+        **rows_of(columns, order, due_s),
     )
 
 
@@ -136,44 +147,14 @@ def _scope(traces: Sequence[Trace]) -> str:
     return hashlib.sha256(" ".join(scopes).encode()).hexdigest()
 
 
-def _turns(traces: Sequence[Trace]) -> Turns | None:
-    if all(trace.turns is None for trace in traces):
+def _turns(traces: Sequence[Trace], sizes: Sequence[int]) -> Turns | None:
+    turns = [trace.turns for trace in traces]
+    after = joined([one.after if one else None for one in turns], sizes, -1)
+    pause_s = joined([one.pause_s if one else None for one in turns], sizes, 0.0)
+    if after is None or pause_s is None:
         return None
-    after, pause_s, rows = [], [], 0
-    for trace in traces:
-        if trace.turns is None:
-            after.append(np.full(len(trace), -1, dtype=np.int64))
-            pause_s.append(np.zeros(len(trace)))
-        else:
-            after.append(np.where(trace.turns.after >= 0, trace.turns.after + rows, -1))
-            pause_s.append(trace.turns.pause_s)
-        rows += len(trace)
-    return Turns(np.concatenate(after), np.concatenate(pause_s))
-
-
-_Numbers = TypeVar("_Numbers", Floats, Ints)
-
-
-def _column(
-    traces: Sequence[Trace], of: Callable[[Trace], _Numbers | None], order: Ints, missing: float
-) -> _Numbers | None:
-    """Return a column of all traces, None where no trace has it."""
-    columns = [of(trace) for trace in traces]
-    if all(column is None for column in columns):
-        return None
-    filled = [
-        np.full(len(trace), missing) if column is None else column
-        for trace, column in zip(traces, columns, strict=True)
-    ]
-    joined: _Numbers = np.concatenate(filled)[order]
-    return joined
-
-
-def _request_ids(traces: Sequence[Trace], order: Ints) -> tuple[str, ...] | None:
-    if all(trace.request_ids is None for trace in traces):
-        return None
-    names = [name for t in traces for name in (t.request_ids or ("",) * len(t))]
-    return tuple(names[i] for i in order.tolist())
+    rows_before = np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return Turns(np.where(after >= 0, after + rows_before, -1), pause_s)
 
 
 MANY_ROWS = 50

@@ -7,10 +7,11 @@ it sorted, dropped or clipped.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from itertools import chain
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -244,15 +245,15 @@ class ClockOrigin(StrEnum):
     OWN = "own"
 
 
-_ARRAYS = ("prompt_tokens", "output_tokens", "e2e_s", "ttft_s", "priorities", "engines")
-_PER_ROW = (*_ARRAYS, "hashes", "turns", "request_ids")
+ARRAYS = ("prompt_tokens", "output_tokens", "e2e_s", "ttft_s", "priorities", "engines")
+_PER_ROW = (*ARRAYS, "hashes", "turns", "request_ids")
 
 
 def rows_of(columns: object, rows: Ints, due_s: Floats) -> dict[str, Any]:
     """Return some rows of what a trace, or a file's columns, have of each request."""
     every = {name: getattr(columns, name) for name in _PER_ROW}
     every = {name: column for name, column in every.items() if column is not None}
-    taken = {name: every[name][rows] for name in _ARRAYS if name in every}
+    taken = {name: every[name][rows] for name in ARRAYS if name in every}
     if "hashes" in every:
         taken["hashes"] = every["hashes"].take(rows)
     if "turns" in every:
@@ -260,6 +261,34 @@ def rows_of(columns: object, rows: Ints, due_s: Floats) -> dict[str, Any]:
     if "request_ids" in every:
         taken["request_ids"] = tuple(every["request_ids"][i] for i in rows.tolist())
     return taken
+
+
+_Numbers = TypeVar("_Numbers", Floats, Ints)
+Texts = tuple[str, ...] | None
+
+
+def joined(
+    columns: Sequence[_Numbers | None], sizes: Sequence[int], missing: float
+) -> _Numbers | None:
+    """Return the columns of several parts as one, None where no part has it.
+
+    Shapes: columns[i] is [sizes[i]].
+    """
+    if all(column is None for column in columns):
+        return None
+    filled: list[_Numbers] = [
+        np.full(size, missing) if column is None else column
+        for column, size in zip(columns, sizes, strict=True)
+    ]
+    return np.concatenate(filled)
+
+
+def joined_texts(columns: Sequence[Texts], sizes: Sequence[int]) -> Texts:
+    """Return as `joined` does; a text that is missing is empty."""
+    if all(column is None for column in columns):
+        return None
+    filled = (column or ("",) * size for column, size in zip(columns, sizes, strict=True))
+    return tuple(chain.from_iterable(filled))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -325,7 +354,7 @@ class Trace:
             raise ValueError("every request must have at least 1 prompt and 1 output token")
         if self.hashes is not None:
             self.hashes.check_fits(self.prompt_tokens, self.source)
-        for name in ("due_s", *_ARRAYS):
+        for name in ("due_s", *ARRAYS):
             if (column := getattr(self, name)) is not None:
                 column.flags.writeable = False
 

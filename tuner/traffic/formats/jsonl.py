@@ -38,9 +38,7 @@ from tuner.traffic.formats.jsonl_rows import (
     take_header,
 )
 from tuner.traffic.prefixes import HashIds, counts_fit, offsets_of
-from tuner.traffic.traces import Turns, pauses_of
-
-Texts = tuple[str, ...] | None
+from tuner.traffic.traces import Texts, Turns, joined, joined_texts, pauses_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,16 +84,17 @@ def join(
 
     Raises: TraceError if turns wait for rows that are not there, or in a circle.
     """
-    models = _joined_texts(blocks, lambda block: block.models)
+    sizes = list(map(len, blocks))
+    models = joined_texts([block.models for block in blocks], sizes)
     arrived = np.concatenate([block.arrived for block in blocks])
     e2e_s = np.concatenate([block.e2e_s for block in blocks])
     output = np.concatenate([block.output for block in blocks])
     aborted = np.concatenate([block.aborted for block in blocks])
-    chats = _joined_texts(blocks, lambda block: block.chats) if dialect.has_chats else None
+    chats = joined_texts([block.chats for block in blocks], sizes)
     if chats is None:
         turns, remark = _given_turns(path, blocks, skipped), ""
     else:
-        parents = _joined_texts(blocks, lambda block: block.parents)
+        parents = joined_texts([block.parents for block in blocks], sizes)
         arrived_s = arrived / dialect.ticks_per_s
         turns, remark = _chat_turns(chats, parents, arrived_s, e2e_s, output)
     remarks = (*header.remarks, remark, _on_fractions(arrived, dialect))
@@ -108,9 +107,9 @@ def join(
         hashes=_hashes(blocks, dialect.block_size),
         e2e_s=recorded(e2e_s),
         ttft_s=recorded(np.concatenate([block.ttft_s for block in blocks])),
-        request_ids=_joined_texts(blocks, lambda block: block.request_ids),
-        priorities=_joined(blocks, lambda block: block.priorities, 0),
-        engines=_joined(blocks, lambda block: block.engines, -1),
+        request_ids=joined_texts([block.request_ids for block in blocks], sizes),
+        priorities=joined([block.priorities for block in blocks], sizes, 0),
+        engines=joined([block.engines for block in blocks], sizes, -1),
         models=Labels.of(models) if models is not None else None,
         aborted=aborted if aborted.any() else None,
         aborted_before=header.aborted,
@@ -140,26 +139,6 @@ def _hashes(blocks: Sequence[Block], block_size: int) -> HashIds | None:
         return None
     ids = np.concatenate([block.ids for block in blocks])
     return HashIds(offsets_of(np.maximum(counts, 0)), ids, block_size)
-
-
-def _joined_texts(blocks: Sequence[Block], of: Callable[[Block], Texts]) -> Texts:
-    if all(of(block) is None for block in blocks):
-        return None
-    return tuple(chain.from_iterable(of(block) or ("",) * len(block) for block in blocks))
-
-
-def _joined(
-    blocks: Sequence[Block], of: Callable[[Block], Ints | None], missing: int
-) -> Ints | None:
-    """Return a column of whole numbers that most traces lack, None where all blocks do."""
-    columns = [of(block) for block in blocks]
-    if all(column is None for column in columns):
-        return None
-    filled: list[Ints] = [
-        np.full(len(block), missing) if column is None else column
-        for block, column in zip(blocks, columns, strict=True)
-    ]
-    return np.concatenate(filled)
 
 
 def _given_turns(path: Path, blocks: Sequence[Block], skipped: Skipped) -> Turns | None:
