@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -199,6 +200,33 @@ def starts_object(head: bytes) -> bool:
 def line_error(path: Path, line: int, reason: str, hint: str = "") -> TraceError:
     """Return the error for one wrong line, in the form every reader uses."""
     return TraceError(f"{path} line {line}: {reason}", hint)
+
+
+def too_long(path: Path, line: int, most_bytes: int) -> TraceError:
+    """Return the error for a line that is longer than may be held at once."""
+    most = f"{most_bytes >> 20} MiB" if most_bytes >> 20 else f"{most_bytes:,} bytes"
+    return line_error(path, line, f"is longer than {most}")
+
+
+def lines_of(path: Path, most_bytes: int) -> Iterator[tuple[int, bytes]]:
+    """Yield the number of each line that is not blank, and the line.
+
+    Raises: TraceError if one is too long to be read at once.
+    """
+    with path.open("rb") as file:
+        skip_byte_order_mark(file)
+        lines = iter(lambda: file.readline(most_bytes + 1), b"")
+        for number, line in enumerate(lines, start=1):
+            if len(line) > most_bytes:
+                raise too_long(path, number, most_bytes)
+            if line.strip():
+                yield number, line
+
+
+def skip_byte_order_mark(file: BinaryIO) -> None:
+    """Begin a file behind its byte order mark, if it has one."""
+    if file.read(len(BYTE_ORDER_MARK)) != BYTE_ORDER_MARK:
+        file.seek(0)
 
 
 def recorded(column: Floats) -> Floats | None:

@@ -24,12 +24,10 @@ from tuner.traffic.formats.columns import (
 from tuner.traffic.formats.json_document import JSON_HINT, read_object
 from tuner.traffic.formats.jsonl_rows import Fault
 from tuner.traffic.formats.span_table import (
-    REQUEST_SPAN,
     WANTED,
-    SpanFrame,
+    Span,
     SpanTable,
     is_error,
-    trace_key,
     whole,
 )
 from tuner.traffic.formats.wall_clock import nanoseconds_of, wall_clock_fault
@@ -66,8 +64,8 @@ def _add(table: SpanTable, span: object) -> Fault | None:
     if not isinstance(given, dict):
         return f"attributes must be a JSON object, got {shown(given)}", JSON_HINT
     attributes = {key: whole(value) for key, value in given.items() if key in WANTED}
-    failed = _has_failed(span)
-    if not table.takes(span.get("name"), attributes, is_error=failed):
+    found = Span(span.get("name"), span.get("trace_id"), attributes, _has_failed(span))
+    if not table.takes(found):
         return None
     start, end = span.get("start_time"), span.get("end_time")
     end = start if end is None else end
@@ -75,14 +73,7 @@ def _add(table: SpanTable, span: object) -> Fault | None:
         fault = _clock_fault(name, clock)
         if fault is not None:
             return fault, ""
-    frame = SpanFrame(
-        start_ns=nanoseconds_of(str(start)),
-        end_ns=nanoseconds_of(str(end)),
-        trace_key=trace_key(span.get("trace_id")),
-        is_engines=span.get("name") == REQUEST_SPAN,
-        is_error=failed,
-    )
-    return table.add(attributes, frame)
+    return table.add(found, nanoseconds_of(str(start)), nanoseconds_of(str(end)))
 
 
 def _has_failed(span: Mapping[str, object]) -> bool:

@@ -20,14 +20,15 @@ from tuner.errors import TraceError
 from tuner.stats import Bools, Floats, Ints
 from tuner.traffic.concurrency import SECONDS_PER_OUTPUT_TOKEN
 from tuner.traffic.formats.columns import (
-    BYTE_ORDER_MARK,
     Columns,
     Labels,
     ReadOptions,
     Skipped,
     line_error,
     recorded,
+    skip_byte_order_mark,
     tokens_are_plausible,
+    too_long,
 )
 from tuner.traffic.formats.jsonl_rows import (
     MAX_CLOCK,
@@ -314,8 +315,7 @@ def _line_blocks(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield (number of its first line, whole lines) until the file ends."""
     line, rest = 1, b""
     with path.open("rb") as file:
-        if file.read(3) != BYTE_ORDER_MARK:
-            file.seek(0)
+        skip_byte_order_mark(file)
         while data := file.read(BLOCK_BYTES):
             data = rest + data
             cut = data.rfind(b"\n") + 1
@@ -324,7 +324,7 @@ def _line_blocks(path: Path) -> Iterator[tuple[int, bytes]]:
                 line += data.count(b"\n", 0, cut)
             rest = data[cut:]
             if len(rest) > MAX_LINE_BYTES:
-                raise line_error(path, line, f"is longer than {MAX_LINE_BYTES >> 20} MiB")
+                raise too_long(path, line, MAX_LINE_BYTES)
     if rest:
         yield line, rest
 

@@ -8,39 +8,31 @@ Source: OpenTelemetry Collector, exporter/fileexporter; OTLP specification, JSON
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
 from tuner.errors import TraceError
 from tuner.traffic.formats.columns import (
-    BYTE_ORDER_MARK,
     Columns,
     ReadOptions,
     Skipped,
     TraceFormat,
-    line_error,
+    lines_of,
     no_time_unit,
     starts_object,
 )
-from tuner.traffic.formats.json_document import (
-    JSON_HINT,
-    read_bytes,
-    why_wrong,
-)
+from tuner.traffic.formats.json_document import JSON_HINT, read_bytes, why_wrong
 from tuner.traffic.formats.jsonl_rows import WRONG_JSON, Fault
 from tuner.traffic.formats.span_table import (
-    REQUEST_SPAN,
     WANTED,
     Export,
     OtlpSpan,
-    SpanFrame,
+    Span,
     SpanTable,
     attributes_of,
     instant_fault,
     is_error,
-    trace_key,
     whole,
 )
 
@@ -78,7 +70,7 @@ class _Reader:
         if self._is_one_document():
             self._read_document()
         else:
-            for number, line in _lines(self._path):
+            for number, line in lines_of(self._path, MAX_LINE_BYTES):
                 export, why = self._decoded(line)
                 if export is None:
                     self._skipped.add(number, why, JSON_HINT)
@@ -88,7 +80,7 @@ class _Reader:
 
     def _is_one_document(self) -> bool:
         """Return whether the first lines are the beginning of a document, and no exports."""
-        lines = _lines(self._path)
+        lines = lines_of(self._path, MAX_LINE_BYTES)
         _, first = next(lines, (0, b""))
         _, second = next(lines, (0, b""))
         if not second or second.lstrip().startswith(b'{"resourceSpans"'):
@@ -119,9 +111,9 @@ class _Reader:
 
     def _add(self, span: OtlpSpan) -> Fault | None:
         """Add a span if it is a request; return what is wrong with it, if anything is."""
-        attributes = attributes_of(span, WANTED)
         failed = span.status is not None and is_error(span.status.code)
-        if not self._table.takes(span.name, attributes, is_error=failed):
+        found = Span(span.name, span.trace_id, attributes_of(span, WANTED), failed)
+        if not self._table.takes(found):
             return None
         start_ns = whole(span.start_time_unix_nano)
         # 0 is what a span that has not ended has.
@@ -129,31 +121,7 @@ class _Reader:
         fault = instant_fault(_START, start_ns) or instant_fault(_END, end_ns)
         if fault or not isinstance(start_ns, int) or not isinstance(end_ns, int):
             return fault or f"lacks {_START}", ""
-        frame = SpanFrame(
-            start_ns=start_ns,
-            end_ns=end_ns,
-            trace_key=trace_key(span.trace_id),
-            is_engines=span.name == REQUEST_SPAN,
-            is_error=failed,
-        )
-        return self._table.add(attributes, frame)
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the number of each line that is not blank, and the line.
-
-    Raises: TraceError if one is too long to be read at once.
-    """
-    with path.open("rb") as file:
-        if file.read(len(BYTE_ORDER_MARK)) != BYTE_ORDER_MARK:
-            file.seek(0)
-        number = 0
-        while line := file.readline(MAX_LINE_BYTES + 1):
-            number += 1
-            if len(line) > MAX_LINE_BYTES:
-                raise line_error(path, number, f"is longer than {MAX_LINE_BYTES >> 20} MiB")
-            if line.strip():
-                yield number, line
+        return self._table.add(found, start_ns, end_ns)
 
 
 OTLP = TraceFormat(name="otlp", matches=matches, read=read)

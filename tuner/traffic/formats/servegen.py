@@ -16,7 +16,7 @@ import ast
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -32,7 +32,7 @@ from tuner.traffic.formats.columns import (
     ReadOptions,
     Skipped,
     TraceFormat,
-    line_error,
+    lines_of,
     no_time_unit,
     shown,
     tokens_fault,
@@ -329,7 +329,7 @@ def _read_windows(path: Path, skipped: Skipped) -> list[RateWindow]:
     """Return all windows, idle ones included; a hole in the file is idle time."""
     rows: list[tuple[int, list[str]]] = []
     before_s = -math.inf
-    for number, line in _lines(path):
+    for number, line in lines_of(path, _MAX_LINE_BYTES):
         fields = _fields(line)
         fault = _form_fault(fields) or _value_fault(fields, before_s)
         if fault:
@@ -362,16 +362,6 @@ def _window(line: int, fields: Sequence[str], length_s: float) -> RateWindow:
         scale_s=float(scale),
         line=line,
     )
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield (its number, line) of all that are not blank, none of them without bounds."""
-    with path.open("rb") as file:
-        for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE_BYTES), b""), 1):
-            if len(line) == _MAX_LINE_BYTES and not line.endswith(b"\n"):
-                raise line_error(path, number, f"is longer than {_MAX_LINE_BYTES:,} bytes")
-            if line.strip():
-                yield number, line
 
 
 def _fields(line: bytes) -> list[str]:

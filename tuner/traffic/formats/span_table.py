@@ -192,17 +192,12 @@ _COUNTS_HINT = (
 )
 
 
-class SpanFrame(NamedTuple):
-    """What a request's span says outside its attributes; is_engines marks vLLM's own.
+class Span(NamedTuple):
+    """What is looked at of a span of any exporter; the trace id however it is spelt."""
 
-    Shapes: trace_key is 16 bytes.
-    Units: nanoseconds since 1970.
-    """
-
-    start_ns: int
-    end_ns: int
-    trace_key: bytes
-    is_engines: bool
+    name: object
+    trace_id: object
+    attributes: Mapping[str, object]
     is_error: bool
 
 
@@ -223,47 +218,50 @@ class SpanTable:
     def __len__(self) -> int:
         return len(self._arrived)
 
-    def takes(self, name: object, attributes: Mapping[str, object], *, is_error: bool) -> bool:
+    def takes(self, span: Span) -> bool:
         """Return whether a span is a request to keep; any other is counted by its kind."""
-        operation = attributes.get(OPERATION)
+        operation = span.attributes.get(OPERATION)
         known = operation if isinstance(operation, str) else ""
-        if name == REQUEST_SPAN:
+        if span.name == REQUEST_SPAN:
             return True
         if known not in _NO_GENERATION:
-            if any(key in attributes for key in (*PROMPT, *OUTPUT)):
+            if any(key in span.attributes for key in (*PROMPT, *OUTPUT)):
                 return True
             if known in _GENERATION:
-                self._uncounted += not is_error
-                return is_error
+                self._uncounted += not span.is_error
+                return span.is_error
         self._others += 1
         return False
 
-    def add(self, attributes: Mapping[str, object], frame: SpanFrame) -> Fault | None:
+    def add(self, span: Span, start_ns: int, end_ns: int) -> Fault | None:
         """Add a request; a wrong one is left out, and what is wrong with it returned.
 
         A request that failed need not have token counts. A span without a length says nothing
         of how long the answer took.
+
+        Units: nanoseconds since 1970.
         """
+        attributes = span.attributes
         prompt, output = _first(attributes, PROMPT), _first(attributes, OUTPUT)
         has_error = attributes.get(ERROR_TYPE) is not None
-        failed = frame.is_error or (output is None and has_error)
+        failed = span.is_error or (output is None and has_error)
         e2e_s, ttft_s = _first(attributes, E2E), _first(attributes, TTFT)
-        if e2e_s is None and frame.end_ns != frame.start_ns:
-            e2e_s = (frame.end_ns - frame.start_ns) / 1e9
+        if e2e_s is None and end_ns != start_ns:
+            e2e_s = (end_ns - start_ns) / 1e9
         fault = _times_fault(e2e_s, ttft_s)
         if fault is None and not failed:
             fault = self._tokens_fault(attributes, PROMPT)
             fault = fault or self._tokens_fault(attributes, OUTPUT)
         if fault is not None:
             return fault
-        self._arrived.append(frame.start_ns)
+        self._arrived.append(start_ns)
         self._prompt.append(_count(prompt))
         self._output.append(_count(output))
         self._e2e_s.append(number_or_nan(e2e_s))
         self._ttft_s.append(number_or_nan(ttft_s))
         self._failed.append(failed)
-        self._is_engines.append(frame.is_engines)
-        self._keys += frame.trace_key
+        self._is_engines.append(span.name == REQUEST_SPAN)
+        self._keys += trace_key(span.trace_id)
         self._ids.append(_text(attributes, REQUEST_ID))
         model = _text(attributes, MODEL)
         self._models.append(self._names.setdefault(model, model))
