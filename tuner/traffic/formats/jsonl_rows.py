@@ -130,12 +130,9 @@ def _faults(row: dict[str, object], dialect: Dialect) -> Iterator[Fault]:
             f"after must be the number of an earlier row, from 0, or -1, got {shown(after)}",
             "",
         )
-    priority = row.get("priority")
-    if priority is not None and not _is_id(priority):
-        yield f"priority must be a 64-bit whole number, got {shown(priority)}", ""
-    engine = row.get("engine_index")
-    if engine is not None and not _is_id(engine):
-        yield f"engine_index must be a 64-bit whole number, got {shown(engine)}", ""
+    for name in ("priority", "engine_index"):
+        if (value := row.get(name)) is not None and not _is_id(value):
+            yield f"{name} must be a 64-bit whole number, got {shown(value)}", ""
     yield from _text_faults(row, dialect)
 
 
@@ -237,27 +234,20 @@ class Header:
 
     def as_json(self) -> dict[str, object]:
         """Return the header's object, without what is as usual."""
-        content: dict[str, object] = {"version": VERSION}
-        if self.block_size is not None:
-            content["block_size"] = self.block_size
-        if self.origin is not ClockOrigin.OWN:
-            content["clock"] = str(self.origin)
-        if self.hash_scope:
-            content["hash_scope"] = self.hash_scope
-        if self.sampled_from:
-            content["sampled_from"] = self.sampled_from
-        if self.concurrency is not None:
-            times_s, levels = self.concurrency.times_s, self.concurrency.in_flight
-            content["in_flight"] = [
-                [t, n] for t, n in zip(times_s.tolist(), levels.tolist(), strict=True)
-            ]
-        if self.starts_at_s is not None:
-            content["starts_at_s"] = round(self.starts_at_s, 9)
-        if self.remarks:
-            content["remarks"] = [_in_file(Remark.of(remark)) for remark in self.remarks]
-        if self.aborted:
-            content["aborted"] = self.aborted
-        return content
+        flow, starts_at_s = self.concurrency, self.starts_at_s
+        content = {
+            "version": VERSION,
+            "block_size": self.block_size,
+            "clock": None if self.origin is ClockOrigin.OWN else str(self.origin),
+            "hash_scope": self.hash_scope or None,
+            "sampled_from": self.sampled_from or None,
+            "in_flight": flow
+            and list(zip(flow.times_s.tolist(), flow.in_flight.tolist(), strict=True)),
+            "starts_at_s": None if starts_at_s is None else round(starts_at_s, 9),
+            "remarks": [_in_file(Remark.of(remark)) for remark in self.remarks] or None,
+            "aborted": self.aborted or None,
+        }
+        return {key: value for key, value in content.items() if value is not None}
 
 
 def take_header(
