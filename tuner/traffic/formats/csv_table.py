@@ -387,14 +387,11 @@ def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     """
     with path.open(encoding="utf-8", errors="replace", newline="") as file:
         rows = csv.reader(_lines(path, file))
-        while True:
-            try:
-                row = next(rows)
-            except StopIteration:
-                return
-            except csv.Error as cause:
-                raise line_error(path, rows.line_num, f"is not CSV: {cause}") from cause
-            yield rows.line_num, row
+        try:
+            for row in rows:
+                yield rows.line_num, row
+        except csv.Error as cause:
+            raise line_error(path, rows.line_num, f"is not CSV: {cause}") from cause
 
 
 def _lines(path: Path, file: TextIO) -> Iterator[str]:

@@ -48,6 +48,7 @@ from tuner.traffic.formats.servegen_draw import (
     draw,
     generator,
 )
+from tuner.traffic.sampling import MAX_REQUESTS
 from tuner.traffic.traces import ClockOrigin, ZeroOutput
 
 TRACE_SUFFIX, DATASET_SUFFIX = "-trace.csv", "-dataset.json"
@@ -198,9 +199,6 @@ def _not_a_histogram(where: str, text: str) -> TraceError:
     )
 
 
-MAX_ROWS = 50_000_000
-"""Ours: the columns of a trace of this size take two gigabytes."""
-
 MAX_WINDOWS = 200_000
 """Ours: nearly four years of ten minutes each."""
 
@@ -291,9 +289,9 @@ def _stretch(
     expected = math.fsum(window.expected for window in within)
     if not expected:
         raise TraceError(f"{path} holds idle windows only", "choose a client that was at work")
-    if expected > MAX_ROWS:
+    if expected > MAX_REQUESTS:
         raise TraceError(
-            f"{path} stands for {expected:,.0f} requests, more than {MAX_ROWS:,}",
+            f"{path} stands for {expected:,.0f} requests, more than {MAX_REQUESTS:,}",
             "draw fewer seconds with --sample",
         )
     return stretch
