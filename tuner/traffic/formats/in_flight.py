@@ -47,6 +47,11 @@ TIME_S, TIMES = "time_s", ("time_s", "timestamp", "time")
 IN_FLIGHT, RUNNING, WAITING = "in_flight", "running", "waiting"
 PROMPT, OUTPUT = "input_length", "output_length"
 
+_COUNT_REMARK = (
+    "there are as many requests as keep up the recorded number in flight at "
+    f"{SECONDS_PER_OUTPUT_TOKEN * 1000:g} ms per output token"
+)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InFlightReadings:
@@ -126,15 +131,7 @@ def read(path: Path, options: ReadOptions) -> Columns:
         concurrency=as_changes(found.flow),
         origin=found.origin,
         skipped=found.skipped,
-        remarks=(*found.remarks, message, count_remark()),
-    )
-
-
-def count_remark() -> str:
-    """Return how many requests such a trace has, and why."""
-    return (
-        "there are as many requests as keep up the recorded number in flight at "
-        f"{SECONDS_PER_OUTPUT_TOKEN * 1000:g} ms per output token"
+        remarks=(*found.remarks, message, _COUNT_REMARK),
     )
 
 
@@ -287,7 +284,7 @@ def trace_from_concurrency(
     rows = shuffled_rounds(len(lengths), len(due_s), np.random.default_rng(seed))
     notes = (
         f"lengths are those of {lengths.source} in random order, without its prefix reuse",
-        count_remark(),
+        _COUNT_REMARK,
     )
     columns = Columns(
         arrived=readings.zero_s + due_s,

@@ -179,14 +179,13 @@ def _on_engines(windows: Sequence[EngineWindows]) -> str | Remark:
     )
 
 
-def on_sums() -> Remark:
-    """Return that sums over servers cannot be told from one engine."""
-    return Remark(
-        "the series name no instance: sums over several servers look like one engine, and a "
-        "profile is of one: query the Prometheus that scrapes the servers, or say with --label "
-        "job=NAME that there is one",
-        RemarkKind.SUMS_OVER_SERVERS,
-    )
+ON_SUMS = Remark(
+    "the series name no instance: sums over several servers look like one engine, and a "
+    "profile is of one: query the Prometheus that scrapes the servers, or say with --label "
+    "job=NAME that there is one",
+    RemarkKind.SUMS_OVER_SERVERS,
+)
+"""That sums over servers cannot be told from one engine."""
 
 
 def _lasting(seconds: float) -> str:

@@ -26,7 +26,7 @@ from tuner.traffic.prometheus.readings import (
     rise,
     span_of,
 )
-from tuner.traffic.prometheus.remarks import on_sums
+from tuner.traffic.prometheus.remarks import ON_SUMS
 from tuner.traffic.reshape import on_the_middle
 from tuner.traffic.traces import Remark
 
@@ -61,7 +61,7 @@ def one_replica(
         chosen = choose(server, span, of.asked)
         counted = by_engine(server.over(chosen.query(FINISHED), span))
     if all(_OF_SUMS.issuperset(dict(key)) for key in counted) and not given:
-        return Replica(given, on_sums())
+        return Replica(given, ON_SUMS)
     engines = [_Engine.of(key, values, span) for key, values in counted.items()]
     engines = [engine for engine in engines if engine.ends_s > engine.starts_s]
     together = at_once(*np.array([(e.starts_s, e.ends_s) for e in engines]).reshape(-1, 2).T)
