@@ -312,9 +312,8 @@ def _parted(trace: Trace) -> Trace:
     turns, first = trace.turns, trace.led_in
     if turns is None or not first:
         return trace
-    goes_on = (turns.after >= 0) & (turns.after < first) & (np.arange(len(trace)) >= first)
-    after = np.where(goes_on, -1, turns.after)
-    return replace(trace, turns=Turns(after, np.where(goes_on, 0.0, turns.pause_s)))
+    goes_on = (turns.after < first) & trace.is_measured
+    return replace(trace, turns=turns.freed(goes_on))
 
 
 def _sessions_apart(trace: Trace) -> Ints:
@@ -459,9 +458,8 @@ def _turns_of_copies(
     after[(number > 0) & (rows >= led_in) & (after < led_in)] = -1
     waits = after >= 0
     after[waits] = place[number[waits], after[waits]]
-    is_wrapped = (after >= 0) & (due_s[after] > due_s)
-    after = np.where(is_wrapped, -1, after)
-    return Turns(after, np.where(after >= 0, turns.pause_s[rows], 0.0))
+    copied = Turns(after, np.where(after >= 0, turns.pause_s[rows], 0.0))
+    return copied.freed(due_s[after] > due_s)
 
 
 def _names(names: tuple[str, ...] | None, rows: Ints, number: Ints) -> tuple[str, ...] | None:

@@ -181,6 +181,10 @@ class Turns:
         after = place[after]
         return Turns(after, np.where(after >= 0, pause_s, 0.0))
 
+    def freed(self, rows: Bools) -> Turns:
+        """Return the turns of which those marked wait for none. Shapes: rows is [n]."""
+        return Turns(np.where(rows, -1, self.after), np.where(rows, 0.0, self.pause_s))
+
     @property
     def waiting(self) -> int:
         """How many requests wait for another's answer."""

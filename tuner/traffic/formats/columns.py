@@ -502,12 +502,11 @@ def _without_turned_round(columns: Columns, notes: ReadNotes) -> tuple[Columns, 
     turns = columns.turns
     if turns is None or not (is_before := turns.after > np.arange(len(turns))).any():
         return columns, notes
-    kept = Turns(np.where(is_before, -1, turns.after), np.where(is_before, 0.0, turns.pause_s))
     message = (
         f"{int(is_before.sum()):,} turns arrived before the request that they wait for: they "
         "wait for none"
     )
-    return replace(columns, turns=kept), notes.with_remark(message)
+    return replace(columns, turns=turns.freed(is_before)), notes.with_remark(message)
 
 
 # Reasons that are told apart in the counts: ours, more would fill a terminal.
