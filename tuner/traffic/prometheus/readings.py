@@ -357,14 +357,12 @@ class ServerFacts:
 
 def read_facts(server: Prometheus, span: Span, chosen: Selection) -> ServerFacts:
     """Return what else the counters tell of the chosen engines."""
-    names = "|".join(_PREFIX_CACHES)
-    cache = chosen.query(f"({names})_(hits|queries)_total")
     mean_e2e_s = mean_of(server, span, chosen, E2E)
     ended = chosen.query(_SUCCESS, 'finished_reason=~"abort|error"')
     usage = server.over(chosen.query(_KV_USAGE), span)
     running = server.over(chosen.query(RUNNING), span)
     return ServerFacts(
-        prefix_hits=_prefix_hits(server.over(cache, span), span),
+        prefix_hits=read_prefix_hits(server, span, chosen),
         running=mean_level(running),
         peak_kv_usage_ratio=max(
             (float(np.nanmax(s.values)) for s in usage if not np.isnan(s.values).all()),
@@ -435,9 +433,11 @@ def rises_by_name(answers: Iterable[Series]) -> dict[str, Floats]:
     return rises
 
 
-def _prefix_hits(answers: Iterable[Series], span: Span) -> PrefixHits | None:
+def read_prefix_hits(server: Prometheus, span: Span, chosen: Selection) -> PrefixHits | None:
     """Return what was asked for and found; versions that have both names count both alike."""
-    rises = rises_by_name(answers)
+    names = "|".join(_PREFIX_CACHES)
+    query = chosen.query(f"({names})_(hits|queries)_total")
+    rises = rises_by_name(server.over(query, span))
     for name in _PREFIX_CACHES:
         queried = rises.get(f"{name}_queries_total")
         if queried is not None and queried.any():

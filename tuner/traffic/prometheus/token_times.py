@@ -22,7 +22,7 @@ from tuner.traffic.prometheus.readings import (
     choose,
     key_of,
     mean_of,
-    read_facts,
+    read_prefix_hits,
     rise,
     rises_by_reading,
     span_of,
@@ -74,7 +74,7 @@ def token_times(
         prompt, output = (
             mean_of(server, span, chosen, name) or 0.0 for name in (PROMPT, OUTPUT)
         )
-        hits = read_facts(server, span, chosen).prefix_hits
+        hits = read_prefix_hits(server, span, chosen)
     count = sum(float(rises.sum()) for rises in tokens.values())
     if count < MIN_TOKENS or running is None:
         raise UsageError(
