@@ -317,7 +317,7 @@ def _header(value: Mapping[str, object]) -> Header:
         sampled_from=str(value.get("sampled_from", "")),
         concurrency=None if flow is None else _concurrency(flow),
         starts_at_s=None if starts_at_s is None else float(starts_at_s),
-        remarks=(*_remarks(value), *(_lack(w) for w in _words(value, "lacks"))),
+        remarks=(*_remarks(value), *_lacks(value)),
         aborted=aborted or 0,
     )
 
@@ -353,15 +353,12 @@ def _remarks(value: Mapping[str, object]) -> Iterator[Remark]:
                 raise ValueError(f"remarks must be texts, or text and kind, got {shown(each)}")
 
 
-def _lack(word: str) -> str:
-    return f"the recording lacks {word}"
-
-
-def _words(value: Mapping[str, object], key: str) -> tuple[str, ...]:
-    words = value.get(key, [])
+def _lacks(value: Mapping[str, object]) -> list[str]:
+    """Return what the recording could not know, as remarks."""
+    words = value.get("lacks", [])
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-        raise ValueError(f"{key} must be a list of texts, got {shown(words)}")
-    return tuple(words)
+        raise ValueError(f"lacks must be a list of texts, got {shown(words)}")
+    return [f"the recording lacks {word}" for word in words]
 
 
 def _concurrency(flow: object) -> Concurrency:

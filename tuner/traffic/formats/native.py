@@ -63,15 +63,14 @@ def settle(
     clock = "arrived_at_s" if "arrived_at_s" in row else "timestamp"
     usual = TimeUnit.MILLISECONDS if clock == "timestamp" else TimeUnit.SECONDS
     size = row.get("block_size")
-    is_size = isinstance(size, int) and not isinstance(size, bool) and 0 < size < MAX_SIZE
-    given = size if is_size and isinstance(size, int) else header.block_size
-    own_size = given or usual_size
+    if isinstance(size, bool) or not isinstance(size, int) or not 0 < size < MAX_SIZE:
+        size = header.block_size or usual_size
     return Dialect(
         clock=clock,
         ticks_per_s=(options.time_unit or usual).ticks_per_s,
-        block_size=options.hash_block_size or own_size,
+        block_size=options.hash_block_size or size,
         zero_is_fault=options.zero_output is ZeroOutput.REFUSE,
-        stated_size=own_size if options.hash_block_size is None else None,
+        stated_size=size if options.hash_block_size is None else None,
         unit_is_usual=clock == "timestamp" and options.time_unit is None,
     )
 
