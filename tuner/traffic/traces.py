@@ -249,13 +249,14 @@ class ClockOrigin(StrEnum):
     OWN = "own"
 
 
+# What a trace, and a file's columns, have of each request, by the names of their fields.
 ARRAYS = ("prompt_tokens", "output_tokens", "e2e_s", "ttft_s", "priorities", "engines")
-_PER_ROW = (*ARRAYS, "hashes", "turns", "request_ids")
+PER_ROW = (*ARRAYS, "hashes", "turns", "request_ids")
 
 
 def rows_of(columns: object, rows: Ints, due_s: Floats) -> dict[str, Any]:
     """Return some rows of what a trace, or a file's columns, have of each request."""
-    every = {name: getattr(columns, name) for name in _PER_ROW}
+    every = {name: getattr(columns, name) for name in PER_ROW}
     every = {name: column for name, column in every.items() if column is not None}
     taken = {name: every[name][rows] for name in ARRAYS if name in every}
     if "hashes" in every:
@@ -346,7 +347,7 @@ class Trace:
         n = len(self.due_s)
         if not n:
             raise TraceError(f"{self.source}: no requests are left", "choose a wider window")
-        for name in _PER_ROW:
+        for name in PER_ROW:
             column = getattr(self, name)
             if column is not None and len(column) != n:
                 raise ValueError(f"{name} must have {n} rows, got {len(column)}")

@@ -26,6 +26,7 @@ from tuner.stats import Bools, Floats, Ints
 from tuner.traffic.concurrency import Concurrency
 from tuner.traffic.prefixes import MAX_SIZE, HashIds
 from tuner.traffic.traces import (
+    PER_ROW,
     Aborted,
     ClockOrigin,
     ReadNotes,
@@ -316,18 +317,12 @@ def assemble(
     zero = columns.arrived[0]
     if columns.starts_at_s is not None:
         zero = min(zero, columns.starts_at_s * columns.ticks_per_s)
+    if columns.turns is not None and not columns.turns.waiting:
+        columns = replace(columns, turns=None)
     return Trace(
         due_s=(columns.arrived - zero) / columns.ticks_per_s,
-        prompt_tokens=columns.prompt_tokens,
-        output_tokens=columns.output_tokens,
-        hashes=columns.hashes,
-        e2e_s=columns.e2e_s,
-        ttft_s=columns.ttft_s,
-        turns=columns.turns if columns.turns is not None and columns.turns.waiting else None,
+        **{name: getattr(columns, name) for name in PER_ROW},
         concurrency=columns.concurrency,
-        request_ids=columns.request_ids,
-        priorities=columns.priorities,
-        engines=columns.engines,
         source=source,
         format=format_name,
         sha256=sha256,
