@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tuner.errors import TraceError, TunerError
+from tuner.errors import TraceError
 from tuner.traffic.formats.columns import Columns, ReadOptions, assemble
 from tuner.traffic.formats.weka import WEKA
 from tuner.traffic.traces import Trace, ZeroOutput
@@ -59,11 +59,6 @@ def message(path: Path, options: ReadOptions | None = None) -> str:
         read(path, options)
     assert caught.value.hint
     return caught.value.message.replace(str(path), path.name)
-
-
-def is_ours(said: TunerError) -> bool:
-    """Say whether an error is one that a user can read."""
-    return said.exit_code == 2 and said.message.isprintable() and len(said.message) < 500
 
 
 # --- published sessions -----------------------------------------------------------------
