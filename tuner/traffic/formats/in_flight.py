@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -119,33 +119,39 @@ def read(path: Path, options: ReadOptions) -> Columns:
             f"{path} at {at_s:g} s: {PROMPT} and {OUTPUT} must be at least 1 while requests "
             f"are in flight, got {prompt[busy[0]]} and {output[busy[0]]}"
         )
-    lives_s = np.maximum(output, 1) * SECONDS_PER_OUTPUT_TOKEN
-    check_count(path, found.flow, lives_s)
-    due_s, readings = requests_in_flight(found.flow, lives_s)
+    due_s, readings = _requests(path, found.flow, np.maximum(output, 1))
     message = "lengths are the typical ones at each reading, not those of single requests"
+    return _columns(found, due_s, prompt[readings], output[readings], message)
+
+
+def _columns(
+    found: InFlightReadings, due_s: Floats, prompt: Ints, output: Ints, on_lengths: str
+) -> Columns:
     return Columns(
         arrived=found.zero_s + due_s,
         ticks_per_s=1.0,
-        prompt_tokens=prompt[readings],
-        output_tokens=output[readings],
+        prompt_tokens=prompt,
+        output_tokens=output,
         concurrency=as_changes(found.flow),
         origin=found.origin,
         skipped=found.skipped,
-        remarks=(*found.remarks, message, _COUNT_REMARK),
+        remarks=(*found.remarks, on_lengths, _COUNT_REMARK),
     )
 
 
-def check_count(path: Path, flow: Concurrency, lives_s: Floats) -> None:
-    """Refuse a recording that asks for more requests than a trace may hold.
+def _requests(path: Path, flow: Concurrency, output: Ints | Floats) -> tuple[Floats, Ints]:
+    """Return when requests come that keep up what was in flight, and at which reading.
 
-    Raises: TraceError.
+    Raises: TraceError if these are more than a trace may hold.
     """
+    lives_s: Floats = output * np.float64(SECONDS_PER_OUTPUT_TOKEN)
     wanted = float((flow.in_flight[:-1] * np.diff(flow.times_s) / lives_s[:-1]).sum())
     if wanted > MAX_REQUESTS:
         raise TraceError(
             f"{path} asks for {wanted:,.0f} requests, at most {MAX_REQUESTS:,} are possible",
             "check the unit of its clock, or cut the file",
         )
+    return requests_in_flight(flow, lives_s)
 
 
 def read_in_flight(path: Path, options: ReadOptions) -> InFlightReadings:
@@ -276,25 +282,13 @@ def trace_from_concurrency(
         readings = read_in_flight(source.path, options)
         name, sha256 = source.name, source.sha256
     flow = readings.flow
-    lives_s = np.full(
-        len(flow.times_s), lengths.output_tokens.mean() * SECONDS_PER_OUTPUT_TOKEN
-    )
-    check_count(Path(name), flow, lives_s)
-    due_s, _ = requests_in_flight(flow, lives_s)
+    mean = np.full(len(flow.times_s), lengths.output_tokens.mean())
+    due_s, _ = _requests(Path(name), flow, mean)
     rows = shuffled_rounds(len(lengths), len(due_s), np.random.default_rng(seed))
-    notes = (
-        f"lengths are those of {lengths.source} in random order, without its prefix reuse",
-        _COUNT_REMARK,
-    )
-    columns = Columns(
-        arrived=readings.zero_s + due_s,
-        ticks_per_s=1.0,
-        prompt_tokens=lengths.prompt_tokens[rows],
-        output_tokens=lengths.output_tokens[rows],
-        concurrency=as_changes(flow),
-        origin=readings.origin,
-        skipped=readings.skipped,
-        remarks=(*readings.remarks, *notes),
+    message = f"lengths are those of {lengths.source} in random order, without its prefix reuse"
+    prompt, output = lengths.prompt_tokens[rows], lengths.output_tokens[rows]
+    columns = replace(
+        _columns(readings, due_s, prompt, output, message),
         sampled_from=f"{name} and the lengths of {lengths.source}",
     )
     both = hashlib.sha256(f"{sha256}{lengths.sha256}".encode()).hexdigest()
