@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tuner.stats import Bools, Ints
-from tuner.traffic.prefixes import HashIds
+from tuner.traffic.prefixes import HashIds, places_of
 from tuner.traffic.traces import Trace
 
 
@@ -100,7 +100,7 @@ def _as_hashed(hashes: HashIds, prompts: Ints, rows: Ints, past: Ints, wholes: I
 def _leading(hashes: HashIds, rows: Ints, past: Ints) -> Ints:
     """Return how many leading ids each row shares with the one before it."""
     counts = np.minimum(hashes.counts[rows], hashes.counts[past])
-    of, place = _places(counts)
+    of, place = places_of(counts)
     here = hashes.ids[hashes.offsets[rows][of] + place]
     there = hashes.ids[hashes.offsets[past][of] + place]
     leading = counts.copy()
@@ -113,7 +113,7 @@ def _agreed(hashes: HashIds, first: Ints, author: Ints, until: Ints, whole: Ints
 
     Shapes: all [n]; blocks from `first` on are a row's own, those before `until` its author's.
     """
-    of, place = _places(hashes.counts)
+    of, place = places_of(hashes.counts)
     is_own = place >= first[of]
     of, place = of[is_own], place[is_own]
     ids = hashes.ids[hashes.offsets[of] + place]
@@ -127,13 +127,6 @@ def _agreed(hashes: HashIds, first: Ints, author: Ints, until: Ints, whole: Ints
     broken = ~is_agreed & (place < until[of])
     np.minimum.at(agreed, of[broken], place[broken])
     return agreed
-
-
-def _places(counts: Ints) -> tuple[Ints, Ints]:
-    """Return for each of `counts` places of every row which row it is, and which place."""
-    of = np.repeat(np.arange(counts.size), counts)
-    ends = np.cumsum(counts)
-    return of, np.arange(of.size) - np.repeat(ends - counts, counts)
 
 
 def _alone(groups: Ints, values: Ints) -> Bools:

@@ -108,10 +108,9 @@ class HashIds:
         hits = np.zeros(len(self), dtype=np.int64)
         if not self.ids.size:
             return hits
-        length = np.repeat(self.counts, self.counts)
-        place = np.arange(self.ids.size) - np.repeat(self.offsets[:-1], self.counts)
+        row, place = places_of(self.counts)
         filled = np.flatnonzero(self.counts)
-        until = np.where(is_hit, length, place)
+        until = np.where(is_hit, self.counts[row], place)
         hits[filled] = np.minimum.reduceat(until, self.offsets[:-1][filled])
         return hits
 
@@ -126,6 +125,16 @@ def offsets_of(counts: npt.NDArray[np.integer]) -> Ints:
     offsets = np.zeros(counts.size + 1, dtype=np.int64)
     np.cumsum(counts, out=offsets[1:])
     return offsets
+
+
+def places_of(counts: Ints) -> tuple[Ints, Ints]:
+    """Return for each id, row after row, which row it is of, and at which place of it.
+
+    >>> [column.tolist() for column in places_of(np.array([2, 0, 1]))]
+    [[0, 0, 2], [0, 1, 0]]
+    """
+    row = np.repeat(np.arange(counts.size), counts)
+    return row, np.arange(row.size) - (np.cumsum(counts) - counts)[row]
 
 
 def counts_fit(counts: Ints, prompt_tokens: Ints, block_size: int) -> Bools:

@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 
 from tuner.stats import Bools, Floats, Ints
-from tuner.traffic.prefixes import HashIds, offsets_of
+from tuner.traffic.prefixes import HashIds, offsets_of, places_of
 
 MIN_RATIO: Final = 0.01
 """Ours: fewer hits change no step's time by what could be measured."""
@@ -128,10 +128,8 @@ def _hit_blocks(shared: Ints, of_group: Ints, most: Ints) -> Ints:
 
 def _ids(whole: Ints, shared: Ints, of_group: Ints, size: int) -> HashIds:
     """Return the ids: those of the group for the shared blocks, new ones for all others."""
-    offsets = offsets_of(whole)
-    place = np.arange(int(offsets[-1])) - np.repeat(offsets[:-1], whole)
+    prompt, place = places_of(whole)
     longest = int(whole.max(initial=0)) + 1
-    is_shared = place < np.repeat(shared, whole)
-    own = (int(of_group.max(initial=0)) + 1) * longest + np.arange(int(offsets[-1]))
-    ids = np.where(is_shared, np.repeat(of_group, whole) * longest + place, own)
-    return HashIds(offsets, ids, size)
+    own = (int(of_group.max(initial=0)) + 1) * longest + np.arange(place.size)
+    ids = np.where(place < shared[prompt], of_group[prompt] * longest + place, own)
+    return HashIds(offsets_of(whole), ids, size)
