@@ -7,7 +7,7 @@ lines are read again one by one, so that the message is exact and good data does
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
@@ -85,34 +85,26 @@ def join(
 
     Raises: TraceError if turns wait for rows that are not there, or in a circle.
     """
-    sizes = list(map(len, blocks))
-    models = joined_texts([block.models for block in blocks], sizes)
-    arrived = np.concatenate([block.arrived for block in blocks])
-    e2e_s = np.concatenate([block.e2e_s for block in blocks])
-    output = np.concatenate([block.output for block in blocks])
-    aborted = np.concatenate([block.aborted for block in blocks])
-    chats = joined_texts([block.chats for block in blocks], sizes)
-    if chats is None:
-        turns, remark = _given_turns(path, blocks, skipped), ""
+    whole = _one(blocks)
+    if whole.chats is None:
+        turns, remark = _given_turns(path, whole, skipped), ""
     else:
-        parents = joined_texts([block.parents for block in blocks], sizes)
-        arrived_s = arrived / dialect.ticks_per_s
-        turns, remark = _chat_turns(chats, parents, arrived_s, e2e_s, output)
-    remarks = (*header.remarks, remark, _on_fractions(arrived, dialect))
+        turns, remark = _chat_turns(whole, whole.chats, dialect.ticks_per_s)
+    remarks = (*header.remarks, remark, _on_fractions(whole.arrived, dialect))
     return Columns(
-        arrived=arrived,
+        arrived=whole.arrived,
         ticks_per_s=dialect.ticks_per_s,
         starts_at_s=header.starts_at_s,
-        prompt_tokens=np.concatenate([block.prompt for block in blocks]),
-        output_tokens=output,
-        hashes=_hashes(blocks, dialect.block_size),
-        e2e_s=recorded(e2e_s),
-        ttft_s=recorded(np.concatenate([block.ttft_s for block in blocks])),
-        request_ids=joined_texts([block.request_ids for block in blocks], sizes),
-        priorities=joined([block.priorities for block in blocks], sizes, 0),
-        engines=joined([block.engines for block in blocks], sizes, -1),
-        models=Labels.of(models) if models is not None else None,
-        aborted=aborted if aborted.any() else None,
+        prompt_tokens=whole.prompt,
+        output_tokens=whole.output,
+        hashes=_hashes(whole, dialect.block_size),
+        e2e_s=recorded(whole.e2e_s),
+        ttft_s=recorded(whole.ttft_s),
+        request_ids=whole.request_ids,
+        priorities=whole.priorities,
+        engines=whole.engines,
+        models=Labels.of(whole.models) if whole.models is not None else None,
+        aborted=whole.aborted if whole.aborted.any() else None,
         aborted_before=header.aborted,
         turns=turns,
         concurrency=header.concurrency,
@@ -122,6 +114,19 @@ def join(
         remarks=tuple(filter(None, remarks)),
         sampled_from=header.sampled_from,
     )
+
+
+def _one(blocks: Sequence[Block]) -> Block:
+    """Return the columns of all blocks; one that no block has stays None."""
+    sizes, missing = list(map(len, blocks)), {"priorities": 0, "engines": -1}
+    columns: dict[str, Any] = {}
+    for name in (field.name for field in fields(Block)):
+        parts = [getattr(block, name) for block in blocks]
+        if name in {"request_ids", "models", "chats", "parents"}:
+            columns[name] = joined_texts(parts, sizes)
+        else:
+            columns[name] = joined(parts, sizes, missing.get(name, np.nan))
+    return Block(**columns)
 
 
 def _on_fractions(arrived: Floats, dialect: Dialect) -> str:
@@ -134,17 +139,15 @@ def _on_fractions(arrived: Floats, dialect: Dialect) -> str:
     )
 
 
-def _hashes(blocks: Sequence[Block], block_size: int) -> HashIds | None:
-    counts = np.concatenate([block.counts for block in blocks])
-    if not np.any(counts >= 0):
+def _hashes(block: Block, block_size: int) -> HashIds | None:
+    if not np.any(block.counts >= 0):
         return None
-    ids = np.concatenate([block.ids for block in blocks])
-    return HashIds(offsets_of(np.maximum(counts, 0)), ids, block_size)
+    return HashIds(offsets_of(np.maximum(block.counts, 0)), block.ids, block_size)
 
 
-def _given_turns(path: Path, blocks: Sequence[Block], skipped: Skipped) -> Turns | None:
+def _given_turns(path: Path, block: Block, skipped: Skipped) -> Turns | None:
     """Return the turns that the lines give by row numbers."""
-    after = np.concatenate([block.after for block in blocks])
+    after = block.after
     if not np.any(after >= 0):
         return None
     if len(skipped):
@@ -159,27 +162,29 @@ def _given_turns(path: Path, blocks: Sequence[Block], skipped: Skipped) -> Turns
             f"{path} request {row}: after must name an earlier request, got {int(after[row])}",
             "requests are counted from 0, without the header line",
         )
-    return Turns(after, np.concatenate([block.pause_s for block in blocks]))
+    return Turns(after, block.pause_s)
 
 
 def _chat_turns(
-    chats: Sequence[str], parents: Texts, arrived_s: Floats, e2e_s: Floats, output: Ints
+    block: Block, chats: Sequence[str], ticks_per_s: float
 ) -> tuple[Turns | None, str]:
     """Return the turns of conversations from the names of their requests and parents.
 
     In order of arrival: no request waits for one that came later.
     """
-    if parents is None:
+    if block.parents is None:
         return None, ""
+    arrived_s = block.arrived / ticks_per_s
     place: dict[str, int] = {}
     after = np.full(len(chats), -1, dtype=np.int64)
     for row in np.argsort(arrived_s, kind="stable").tolist():
-        chat, parent = chats[row], parents[row]
+        chat, parent = chats[row], block.parents[row]
         if parent and parent != "-1":
             after[row] = place.get(parent, -1)
         if chat:
             place[chat] = row
-    known_s = np.where(np.isnan(e2e_s), output * SECONDS_PER_OUTPUT_TOKEN, e2e_s)
+    lasting_s = block.output * SECONDS_PER_OUTPUT_TOKEN
+    known_s = np.where(np.isnan(block.e2e_s), lasting_s, block.e2e_s)
     turns = pauses_of(after, arrived_s, known_s)
     message = (
         "answers have no recorded end: the pause before a next turn is counted from "
