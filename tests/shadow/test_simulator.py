@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from support.shadow_parts import a_shape, simulated
 from support.traffic import a_trace, kept, warm_session
 from tuner.engine.compat.scheduler import SchedulerCore
 from tuner.engine.limits import EngineLimits
+from tuner.engine.shape import EngineShape, KvGroup
 from tuner.errors import EngineError, ReplayError, ShadowError, TraceError, TunerError
 from tuner.gate import GateLimits
 from tuner.replay.arrivals import Sessions, StaticBatches
@@ -32,7 +34,7 @@ from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.replay.timeline import Outcome
 from tuner.shadow.prepared import PreparedTrace
 from tuner.shadow.schedule.replay import advance, stop_all
-from tuner.shadow.simulated import SimulatedEngine
+from tuner.shadow.simulated import SimulatedEngine, unknown_options
 from tuner.shadow.simulator import simulate, tiny_replay
 from tuner.shadow.step_model import StepModel
 from tuner.traffic.prefixes import HashIds
@@ -46,9 +48,11 @@ LIMITS = EngineLimits(8, 256)
 STEPS = StepModel.linear(1.0, 0.5, 0.25)
 
 
-def compare_with_the_reference(seed: int) -> ReplayLog | TunerError:
+def compare_with_the_reference(
+    seed: int, *, has_windows: bool | None = None
+) -> ReplayLog | TunerError:
     """Replay the case of a seed on both; return what vLLM's scheduler made of it."""
-    case = random_case(seed)
+    case = random_case(seed, has_windows=has_windows)
     wanted = referenced_case(case)
     try:
         assert_same_result(simulated_case(case), wanted)
@@ -77,12 +81,20 @@ def test_random_replays_are_those_of_vllms_scheduler() -> None:
     done = [log for log in logs if isinstance(log, ReplayLog)]
     # Cases in which nothing happens would agree as well.
     assert len(done) > 90
-    assert sum(log.steps.preempted > 0 for log in done) > 3
+    assert sum(log.steps.preempted > 0 for log in done) > 2
     assert sum(log.steps.cached_tokens > 0 for log in done) > 5
     assert sum(log.timelines.count(Outcome.TIMED_OUT) > 0 for log in done) > 2
     assert sum(log.cut_reason is not None for log in done) > 2
     assert sum(log.timelines.count(Outcome.TURNED_AWAY) > 0 for log in done) > 5
     assert sum(log.timelines.count(Outcome.TRUNCATED) > 0 for log in done) > 5
+
+
+@pytest.mark.engine
+def test_random_replays_of_layers_that_look_back_a_window_are_vllms_too() -> None:
+    logs = [compare_with_the_reference(seed, has_windows=True) for seed in range(200, 300)]
+    done = [log for log in logs if isinstance(log, ReplayLog)]
+    assert sum(log.steps.preempted > 0 for log in done) > 2
+    assert sum(log.steps.cached_tokens > 0 for log in done) > 5
 
 
 @pytest.mark.engine
@@ -325,6 +337,60 @@ def test_what_the_simulator_does_not_know_of_a_scheduler_is_named(
     assert "vLLM" in refused.value.hint
 
 
+FULL = {"kind": "FullAttentionSpec", "block_size": 4}
+WINDOW = {"kind": "SlidingWindowSpec", "block_size": 4, "sliding_window": 8}
+
+
+def with_groups(*groups: KvGroup, **more: Any) -> EngineShape:
+    kinds = " and ".join(str(group["kind"]) for group in groups)
+    return replace(a_shape(**more), block_size=4, kv_kind=kinds, kv_groups=groups)
+
+
+@pytest.mark.parametrize(
+    ("asynchronous", "with_all", "windows_alone"),
+    [(False, 12 + 3, 2 * 4), (True, 10 + 6, 2 * 6)],
+)
+def test_what_lies_behind_a_window_is_given_back(
+    *, asynchronous: bool, with_all: int, windows_alone: int
+) -> None:
+    """Twelve blocks of 47 tokens; of the last eight of them three, more while prompts come.
+
+    In pieces of eight: then four, and two more that a batch on its way may read.
+    """
+    peaks = []
+    for groups in ((FULL,), (WINDOW, FULL), (WINDOW, WINDOW)):
+        shape = with_groups(*groups, asynchronous=asynchronous)
+        trace = a_trace([0.0], [40], 8)
+        log = simulated(trace, EngineLimits(1, 8), STEPS, shape=shape, num_blocks=101)
+        peaks.append(round(100 * log.steps.peaks["kv_usage_ratio"]))
+    assert peaks == [12, with_all, windows_alone]
+
+
+@pytest.mark.parametrize(
+    ("groups", "is_known"),
+    [
+        ((WINDOW, FULL), True),
+        ((WINDOW, {**WINDOW, "sliding_window": 16}), False),
+        ((WINDOW, {**FULL, "block_size": 8}), False),
+        ((WINDOW, {"kind": "MambaSpec", "block_size": 4}), False),
+        (({"kind": "ChunkedLocalAttentionSpec", "block_size": 4},), False),
+        (({**WINDOW, "extra_retained_tokens": 2}, FULL), False),
+    ],
+)
+def test_groups_that_hold_blocks_otherwise_are_vllms_matter(
+    groups: tuple[KvGroup, ...], *, is_known: bool
+) -> None:
+    unknown = unknown_options(with_groups(*groups))
+    assert not unknown if is_known else "a KV cache of" in unknown[0]
+
+
+def test_a_request_that_no_window_makes_small_enough_is_refused() -> None:
+    trace, shape = a_trace([0.0], [40], 8), with_groups(WINDOW, FULL)
+    with pytest.raises(EngineError, match="takes 15 blocks of 4 tokens, there are 14"):
+        simulated(trace, LIMITS, STEPS, shape=shape, num_blocks=15)
+    assert shape.held_blocks(np.array([47, 4])).tolist() == [12 + 3, 1 + 1]
+
+
 def test_a_kv_cache_of_another_kind_and_one_without_blocks_are_refused() -> None:
     with pytest.raises(ShadowError, match="does not know a KV cache of mamba"):
         SimulatedEngine(a_shape(kv_kind="mamba"), 100, STEPS, LIMITS)
@@ -467,19 +533,18 @@ def of_version(case: Case, version: str) -> ReplayLog:
 
 def test_each_vllm_is_replayed_as_it_decides() -> None:
     """Seeds for which the releases were seen to differ: tests/benchmarks/vllm_versions.py."""
-    alone = [
-        kept(of_version(random_case(1), v)).prefill_tokens[0] for v in ("0.30.0", "0.31.0")
-    ]
+    plain = partial(random_case, has_windows=False)
+    alone = [kept(of_version(plain(1), v)).prefill_tokens[0] for v in ("0.30.0", "0.31.0")]
     assert alone == [7, 67]
-    scarce = [of_version(random_case(15), v).steps.cached_tokens for v in ("0.23.0", "0.24.0")]
+    scarce = [of_version(plain(15), v).steps.cached_tokens for v in ("0.23.0", "0.24.0")]
     assert scarce[0] < scarce[1]
     for seed, older, newer, preempted in (
         (5297, "0.27.1", "0.28.0", [8, 7]),
         (69, "0.32.0", "0.33.0", [12, 10]),
     ):
-        logs = [of_version(random_case(seed, is_by_priority=True), v) for v in (older, newer)]
+        logs = [of_version(plain(seed, is_by_priority=True), v) for v in (older, newer)]
         assert [log.steps.preempted for log in logs] == preempted
-    newest = [of_version(random_case(15), v).steps for v in ("0.31.0", "0.99.1", "1.0.0", "")]
+    newest = [of_version(plain(15), v).steps for v in ("0.31.0", "0.99.1", "1.0.0", "")]
     assert len({(s.steps, s.cached_tokens) for s in newest}) == 1
 
 

@@ -176,12 +176,12 @@ def _go_by_layout(g: NDArray[np.int64], engine: SimulatedEngine, room: int) -> N
     g[s.GROUPS], g[s.WINDOWED] = len(layout.looks_back), sum(layout.looks_back)
     g[s.WINDOW], g[s.ROOM_OF_GROUP] = layout.window, room
     g[s.WIDTH] = room * g[s.GROUPS]
-    # Up to 0.28 the interval was none of the configuration. Up to 0.25 what lies behind a window is given back while a batch on its way may read it;
+    # Up to 0.25 what lies behind a window is given back while a batch on its way may read it;
     # since then all tokens of each batch on its way may be one request's.
     g[s.SETTLES] = engine.shape.asynchronous and engine.shape.is_since(26)
     in_flight = engine.ceiling.max_num_batched_tokens * (1 + int(g[s.SETTLES]))
-    kept = layout.retention
-    kept = kept if engine.shape.is_since(29) else None
+    # Up to 0.28 no configuration says how much is retained.
+    kept = layout.retention if engine.shape.is_since(29) else None
     g[s.RETENTION] = -1 if kept is None else kept // engine.shape.block_size
     g[s.JUNCTIONS] = engine.shape.is_since(26)
     g[s.MOST_IN_WINDOW] = engine.shape.most_in_window(in_flight)
