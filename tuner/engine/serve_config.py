@@ -390,7 +390,7 @@ def parse_engine_args(
             )
         if key in values or twin(key) in values:
             raise UsageError(f"{option} {key} is given twice", hint="give each key one value")
-        value = _argument_value(key, text.strip())
+        value = _argument_value(option, key, text.strip())
         _check_value(option, key, value)
         values[key] = value
     return values
@@ -464,14 +464,14 @@ def _load(path: Path) -> object:
     return loaded
 
 
-def _argument_value(key: str, text: str) -> object:
-    """Return the value of one --engine-arg."""
+def _argument_value(option: str, key: str, text: str) -> object:
+    """Return the value of one key of an option."""
     if text[:1] in {"[", "{", '"', "'"}:
         try:
             loaded: object = parse_yaml(text)
         except ValueError as error:
             raise UsageError(
-                f"--engine-arg {key}: the value is no JSON: {error}",
+                f"{option} {key}: the value is no JSON: {error}",
                 hint=f"quote the whole argument for the shell: '{key}={{\"a\": 1}}'",
             ) from None
         return loaded

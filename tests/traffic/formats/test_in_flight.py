@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from contextlib import suppress
 from pathlib import Path
 
@@ -238,3 +239,11 @@ def test_where_every_reading_is_skipped_it_says_why(tmp_path: Path) -> None:
     path = written(tmp_path, "time_s,in_flight\nx,3\ny,4\n")
     with pytest.raises(TraceError, match=r"none of its readings can be used \(2 .*time_s"):
         read(path, ReadOptions(skip_invalid=True, max_invalid_ratio=1.0))
+
+
+def test_a_packed_recording_is_told_of_by_its_own_name(tmp_path: Path) -> None:
+    path = tmp_path / "flow.csv.gz"
+    path.write_bytes(gzip.compress(b"time_s,in_flight\n0,x\n"))
+    with pytest.raises(TraceError) as caught:
+        trace_from_concurrency(path, LENGTHS)
+    assert str(caught.value).startswith(f"{path} line 2: in_flight must be a number")

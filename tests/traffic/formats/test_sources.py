@@ -320,6 +320,9 @@ def test_files_without_the_model_that_is_wanted_are_left_out_unless_all_are(
     assert trace.notes.texts == (left_out,)
     with pytest.raises(UsageError, match=r'a\.jsonl holds no request of model "x"; it has a'):
         read_traces(files, None, ReadOptions(only_model="x"))
+    nameless = written(tmp_path, "Timestamp,Model,Request tokens,Response tokens\n1,,5,6\n")
+    with pytest.raises(UsageError, match=r"it has no model names$"):
+        read_traces([nameless], None, ReadOptions(only_model="x"))
 
 
 def test_images_are_remarked_on_and_not_replayed(tmp_path: Path) -> None:

@@ -378,7 +378,7 @@ def _of_one_model(
         )
         return columns, notes.with_remark(message)
     lacks = f"{source} holds no request of model {shown(wanted)}; it has"
-    if models is None:
+    if models is None or not models.names:
         raise UsageError(f"{lacks} no model names")
     if wanted not in models.names:
         raise NoSuchModelError(f"{lacks} {', '.join(models.names)}")

@@ -99,12 +99,7 @@ def read_trace(
     chosen = _named(format) if format is not None else None
     with plain_file(Path(path), options.max_unpacked_bytes) as source:
         reader = chosen if chosen is not None else _detected(source)
-        try:
-            columns = reader.read(source.path, options)
-        except (TraceError, UsageError) as wrong:
-            # What was unpacked or piped is known to the user by another name.
-            text = wrong.message.replace(str(source.path), str(path))
-            raise type(wrong)(text, wrong.hint) from wrong
+        columns = reader.read(source.path, options)
         return assemble(
             columns, options, source=source.name, format_name=reader.name, sha256=source.sha256
         )

@@ -123,13 +123,13 @@ def plain_file(path: Path, max_bytes: int = MAX_UNPACKED_BYTES) -> Iterator[Sour
             with scratch_folder() as folder:
                 spooled, name = folder / "stdin", "standard input"
                 _spool(sys.stdin.buffer.read, spooled, name, max_bytes)
-                with _unpacked(spooled, name, max_bytes) as source:
+                with _unpacked(spooled, name, max_bytes) as source, _told_of(path, source):
                     yield source
         else:
             _check_is_file(path)
             # It is told within a line, which a stranger's file must not end.
             name = path.name.replace("\n", r"\x0a")
-            with _unpacked(path, name, max_bytes) as source:
+            with _unpacked(path, name, max_bytes) as source, _told_of(path, source):
                 yield source
     except (gzip.BadGzipFile, zlib.error, zstd.ZstdError, EOFError) as cause:
         reason = f"{path} cannot be unpacked: {cause}"
@@ -140,6 +140,16 @@ def plain_file(path: Path, max_bytes: int = MAX_UNPACKED_BYTES) -> Iterator[Sour
         if cause.errno in (errno.ENOSPC, errno.EDQUOT):
             hint = f"it is unpacked in {tempfile.gettempdir()}: {_ROOM_HINT}"
         raise TraceError(reason, hint) from cause
+
+
+@contextmanager
+def _told_of(path: Path, source: Source) -> Iterator[None]:
+    """Tell of what was unpacked or piped by the name that its user knows."""
+    try:
+        yield
+    except (TraceError, UsageError) as wrong:
+        text = wrong.message.replace(str(source.path), str(path))
+        raise type(wrong)(text, wrong.hint) from wrong
 
 
 _ROOM_HINT = "free space there, or name a folder with more in TMPDIR"
