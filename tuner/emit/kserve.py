@@ -52,7 +52,6 @@ _OWN_FLAGS: Final = {
 _SHELLS: Final = re.compile(r"[\s\"'`$&|;<>(){}\[\]*?!#~\\]")
 """What a shell that reads a word once more changes, or splits it at."""
 
-_NUMBERS = ("max_model_len",)
 _ARGS_PATH = "spec.predictor.model.args"
 _LLM_PATH = "spec.template.containers[]"
 _LLM_CONTAINER = "main"
@@ -99,12 +98,10 @@ def _own_flags(own: Mapping[str, object]) -> list[str]:
     """Return the runtime's own flags, whose numbers it reads as plain ones and not as 8K."""
     made = []
     for key, value in own.items():
-        number = (
-            human_integer(value) if isinstance(value, str) and key == "max_model_len" else value
-        )
-        if number is True:
+        if value is True:
             made.append(f"--{key}")
-        elif number is not False:
+        elif value is not False:
+            number = human_integer(str(value)) if key == "max_model_len" else None
             made.append(f"--{key}={value if number is None else number}")
     return made
 

@@ -40,6 +40,14 @@ _SWITCHES: Final = {
     "enableChunkedPrefill": "enable-chunked-prefill",
     "enablePrefixCaching": "enable-prefix-caching",
 }
+_KEYS: Final = {
+    "maxModelLen": "max-model-len",
+    "tensorParallelSize": "tensor-parallel-size",
+    "dtype": "dtype",
+    "gpuMemoryUtilization": "gpu-memory-utilization",
+    **_SWITCHES,
+}
+"""The chart's own keys, and what vLLM calls the same."""
 # Helm reads numbers as floats and writes those from a million on with an exponent.
 _HELM_EXACT_BELOW = 1_000_000
 _MODEL_PATH = "servingEngineSpec.modelSpec[].vllmConfig"
@@ -56,32 +64,22 @@ def _int(rec: Recommendation, key: str) -> int | None:
 
 
 def _known(rec: Recommendation) -> dict[str, Any]:
-    """Return the settings that both forms have a key of their own for."""
-    lengths = {
+    """Return the settings that the chart has a key of its own for, and takes there."""
+    dtype = rec.settings.get("dtype")
+    made = {
         "maxModelLen": _int(rec, "max-model-len"),
         "tensorParallelSize": _int(rec, "tensor-parallel-size"),
+        "dtype": dtype if isinstance(dtype, str) else None,
+        "gpuMemoryUtilization": rec.settings.get("gpu-memory-utilization"),
+        **{key: rec.is_on(switch) for key, switch in _SWITCHES.items()},
     }
-    made: dict[str, Any] = {key: number for key, number in lengths.items() if number}
-    if isinstance(rec.settings.get("dtype"), str):
-        made["dtype"] = rec.settings["dtype"]
-    if "gpu-memory-utilization" in rec.settings:
-        made["gpuMemoryUtilization"] = rec.settings["gpu-memory-utilization"]
-    for key, switch in _SWITCHES.items():
-        made[key] = rec.is_on(switch)
-    return made
+    return {key: value for key, value in made.items() if value is not None}
 
 
 def _extra(rec: Recommendation, known: dict[str, Any]) -> list[str]:
     """Return the flags of everything that has no key."""
-    spelled = {
-        "maxModelLen": "max-model-len",
-        "tensorParallelSize": "tensor-parallel-size",
-        "dtype": "dtype",
-        "gpuMemoryUtilization": "gpu-memory-utilization",
-        **_SWITCHES,
-    }
-    notes = [spelled[key] for key in known]
-    return without_expansion(flags(rec.flags_but("host", "port", "max-num-seqs", *notes)))
+    own = (_KEYS[key] for key in known)
+    return without_expansion(flags(rec.flags_but("host", "port", "max-num-seqs", *own)))
 
 
 def write(rec: Recommendation, names: Names) -> str:
