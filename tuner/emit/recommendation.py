@@ -201,8 +201,9 @@ class Recommendation:
         kept_back = [_kept_back(key) for key in named if key not in named_already]
         return [command, *self.comments, *dropped(self.values), *notes, *kept_back]
 
-    def whole_lines(self, command: str) -> list[str]:
-        """Return the comments of a file that holds the secrets that were kept."""
+    def whole_lines(self, file: str) -> list[str]:
+        """Return the comments of a file of vLLM's, which holds the secrets that were kept."""
+        command = f"vllm serve --config {file}"
         return [command, *self.comments, *map(_kept_back, self.lost)]
 
     def with_model(self, model: str) -> Recommendation:

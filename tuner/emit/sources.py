@@ -95,14 +95,9 @@ def read_emitted(path: Path, hint: str = _NAME_A_SOURCE) -> Recommendation:
             f"got {got}",
             hint,
         )
-    start = _limits_in({key: values[key] for key in (MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS)})
-    # A file of the exact form: its caps are what was tuned, its limits what was started.
-    given = zip(
-        LIVE_LIMIT_KEYS, (start.max_num_seqs, start.max_num_batched_tokens), strict=True
-    )
-    caps = [values.get(key, limit) for key, limit in given]
-    is_exact = any(key in values for key in LIVE_LIMIT_KEYS)
-    tuned = _limits_in(dict(zip((MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS), caps, strict=True)))
+    # In a file of the exact form caps are what was tuned, and the limits what was started.
+    uncapped = {key: value for key, value in values.items() if key not in LIVE_LIMIT_KEYS}
+    start, tuned = _limits_in(uncapped), _limits_in(values)
     # What was left out of that file, and what it was for, is no longer true of the next.
     stale = (CAPPED, EXACT)
     above = first_comments(path)
@@ -110,11 +105,11 @@ def read_emitted(path: Path, hint: str = _NAME_A_SOURCE) -> Recommendation:
     lost = tuple(key for key in kept_back_in(above) if hyphenated(key) not in there)
     said = [line for line in above if not line.endswith(stale) and not kept_back_in([line])]
     return Recommendation(
-        values={key: value for key, value in values.items() if key not in LIVE_LIMIT_KEYS},
+        values=uncapped,
         limits=tuned,
         comments=tuple(said),
         facts=facts_in(said, tuned),
-        started_at=start if is_exact else None,
+        started_at=None if len(uncapped) == len(values) else start,
         lost=lost,
         knobs=_knobs_in(values, said),
     )

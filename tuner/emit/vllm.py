@@ -8,6 +8,7 @@ comments.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from typing import Any, Final
 
 from ruamel.yaml.comments import CommentedSeq
@@ -57,7 +58,7 @@ def render(values: Mapping[str, object], limits: EngineLimits, comments: Sequenc
 def render_plain(rec: Recommendation, names: Names) -> str:
     """Return the file with the two classic limits, which every vLLM reads."""
     values = changed(rec.values, rec.knobs)
-    return render(values, rec.limits, rec.whole_lines(_command(names.file)))
+    return render(values, rec.limits, rec.whole_lines(names.file))
 
 
 def render_exact(rec: Recommendation, names: Names) -> str:
@@ -70,11 +71,10 @@ def render_exact(rec: Recommendation, names: Names) -> str:
         measured.
     Source: SchedulerConfig in vLLM's vllm/config/scheduler.py, 0.32 and later.
     """
-    start = exact_start(rec)
-    four = exact_limits(rec, start)
+    four = exact_limits(rec)
     settings = {key: value for key, value in rec.settings.items() if key not in four}
     above = [
-        *rec.whole_lines(_command(names.file)),
+        *rec.whole_lines(names.file),
         "the measured point exactly: buffers of the engine's start, admission and step budget "
         f"{EXACT}",
         *dropped(rec.values),
@@ -82,23 +82,8 @@ def render_exact(rec: Recommendation, names: Names) -> str:
     return yaml_text(_as_vllm_reads({**settings, **four}), above)
 
 
-def _command(file_name: str) -> str:
-    return f"vllm serve --config {file_name}"
-
-
-def exact_limits(rec: Recommendation, start: tuple[int, int]) -> dict[str, int]:
-    """Return the four limits by key, given those that the engine was started with."""
-    limits = rec.limits
-    return {
-        MAX_NUM_SEQS: max(start[0], limits.max_num_seqs),
-        MAX_NUM_BATCHED_TOKENS: max(start[1], limits.max_num_batched_tokens),
-        LIVE_LIMIT_KEYS[0]: limits.max_num_seqs,
-        LIVE_LIMIT_KEYS[1]: limits.max_num_batched_tokens,
-    }
-
-
-def exact_start(rec: Recommendation) -> tuple[int, int]:
-    """Return the limits that the measured engine was started with. Raises: UsageError."""
+def exact_limits(rec: Recommendation) -> dict[str, int]:
+    """Return the four limits by key. Raises: UsageError where no measured point is known."""
     hint = "leave --format vllm-exact out: --format vllm holds the two limits that were tuned"
     version = rec.facts.get("vllm-version", "")
     if rec.facts.get("method") in ("shadow", "calibrated"):
@@ -113,7 +98,10 @@ def exact_start(rec: Recommendation) -> tuple[int, int]:
         )
     if version and not is_since(version, 32):
         raise UsageError(f"vllm-exact needs vLLM 0.32 or later, the run had {version}", hint)
-    return rec.started_at.max_num_seqs, rec.started_at.max_num_batched_tokens
+    tuned = astuple(rec.limits)
+    buffers = astuple(rec.started_at.covering(rec.limits))
+    keys = (MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, *LIVE_LIMIT_KEYS)
+    return dict(zip(keys, (*buffers, *tuned), strict=True))
 
 
 def _as_vllm_reads(values: Mapping[str, object]) -> dict[str, object]:
@@ -149,7 +137,7 @@ def edit(documents: list[Any], rec: Recommendation, _: Names) -> list[str]:
 def edit_exact(documents: list[Any], rec: Recommendation, _: Names) -> list[str]:
     """Set the four limits at the top level that repeat the measured point."""
     root = _root(documents)
-    _set(root, {**rec.knobs, **exact_limits(rec, exact_start(rec))})
+    _set(root, {**rec.knobs, **exact_limits(rec)})
     _remark(root, rec)
     return _without_effect(root)
 
