@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tuner.cli.console import say, showable
+from tuner.emit.comments import with_keys
 from tuner.engine.limits import EngineLimits
 from tuner.replay.loop import Progress
 from tuner.report.summary import gain_words
@@ -274,12 +275,13 @@ def _show_advice(outcome: RunResult, advice: Advice) -> None:
         say(outcome.cut_off)
     if advice.is_change:
         why = f": {advice.for_bounds}" if advice.for_bounds else ""
-        say(f"change to {_words(advice.limits)} (current: {_words(outcome.current)}){why}")
+        current = with_keys(outcome.current)
+        say(f"change to {with_keys(advice.limits)} (current: {current}){why}")
     else:
-        say(f"keep what you have: {_words(advice.limits)} ({advice.why})")
+        say(f"keep what you have: {with_keys(advice.limits)} ({advice.why})")
     if advice.shown != outcome.current:
         how = outcome.how_raced + outcome.at_which_load
-        say(f"{_words(advice.shown)} against the current configuration, {how}:")
+        say(f"{with_keys(advice.shown)} against the current configuration, {how}:")
         for row in outcome.evidence:
             say(f"  {row.text}")
     odds = "" if advice.odds is None else advice.odds.text
@@ -288,10 +290,3 @@ def _show_advice(outcome: RunResult, advice: Advice) -> None:
     ties = [t for t in advice.tied if t not in (advice.limits, outcome.current)]
     if ties:
         say(f"as good within the noise: {', '.join(map(str, ties))} (seqs/tokens)")
-
-
-def _words(limits: EngineLimits) -> str:
-    return (
-        f"max-num-seqs {limits.max_num_seqs}, "
-        f"max-num-batched-tokens {limits.max_num_batched_tokens}"
-    )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from tuner.engine.limits import EngineLimits
+from tuner.engine.serve_config import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
 from tuner.run.records import Advice, TraceRecord
 from tuner.run.result import RunResult
 from tuner.search.trials import ranked
@@ -28,8 +30,7 @@ def comments(result: RunResult, advice: Advice, run_dir: str) -> list[str]:
         f"objective {result.objective}, {_slos(result)}",
     ]
     lines += [result.cut_off] if result.cut_off else []
-    before = f"max-num-seqs {current.max_num_seqs}, max-num-batched-tokens "
-    before += str(current.max_num_batched_tokens)
+    before = with_keys(current)
     decisive_first = sorted(result.evidence, key=lambda row: row.metric != advice.gain_metric)
     rows = [f"  {row.text}" for row in decisive_first]
     knobs = result.knobs
@@ -50,6 +51,16 @@ def comments(result: RunResult, advice: Advice, run_dir: str) -> list[str]:
     lines = [*filter(None, [*lines, result.load, result.kv])]
     lines.append(f"limited by: {result.limited_by}")
     return [*lines, *_beside(result), f"evidence: {run_dir}"]
+
+
+def with_keys(limits: EngineLimits) -> str:
+    """Return both limits with the keys that vLLM reads them from.
+
+    >>> with_keys(EngineLimits(8, 2048))
+    'max-num-seqs 8, max-num-batched-tokens 2048'
+    """
+    seqs, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
+    return f"{MAX_NUM_SEQS} {seqs}, {MAX_NUM_BATCHED_TOKENS} {tokens}"
 
 
 def _decided(result: RunResult, advice: Advice) -> str:

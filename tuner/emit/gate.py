@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from tuner.emit.comments import with_keys
 from tuner.emit.names import GateFormat
 from tuner.emit.yaml_text import commented, yaml_text
 from tuner.errors import UsageError
@@ -29,10 +30,8 @@ NO_GATE: Final = "at none of these loads is a gate surely better than none: leav
 def evidence(answer: GateAnswer) -> list[str]:
     """Return what a gate is for and what it brings, line by line."""
     slos = ", ".join(map(str, answer.slos))
-    limits = answer.limits
     lines = [
-        f"a gate by tune for max-num-seqs {limits.max_num_seqs}, max-num-batched-tokens "
-        f"{limits.max_num_batched_tokens}: {answer.gate}",
+        f"a gate by tune for {with_keys(answer.limits)}: {answer.gate}",
         f"goodput within {slos}, predicted, {answer.error.words()}:",
     ]
     for at in answer.loads:
