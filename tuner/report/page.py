@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
+from typing import Final
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -38,19 +39,15 @@ from tuner.report.trials import trials
 from tuner.run.directory import folder_of_run
 
 REPORT_FILE = "report.html"
-_SECTIONS = (
-    *(gain, certainty, tradeoff, knobs, sweep, over_time, agreement, trace_facts, trials),
-    *(caveats, provenance),
+_SECTIONS: Final[Sequence[Callable[[RunFiles], Section | None]]] = (
+    *(answer, gain, certainty, tradeoff, knobs, sweep, over_time, agreement),
+    *(variants, strategies, clients, trace_facts, trials, caveats, provenance),
 )
 
 
 def sections_of(run: RunFiles) -> list[Section]:
-    """Return the sections in the page's order, the answer first."""
-    made = [answer(run), *(make(run) for make in _SECTIONS)]
-    # Before the trace's own description: with what was measured of configurations.
-    at = next(i for i, section in enumerate(made) if section.anchor == "trace")
-    others = (make(run) for make in (variants, strategies, clients))
-    return [*made[:at], *(section for section in others if section), *made[at:]]
+    """Return the sections that the run has, in the page's order, the answer first."""
+    return [section for make in _SECTIONS if (section := make(run))]
 
 
 def report_of(path: Path) -> str:
