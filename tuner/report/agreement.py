@@ -70,16 +70,13 @@ def _unlike() -> str:
 def _pairs(run: RunFiles) -> list[Compared]:
     """Return the metrics of what was both predicted and measured."""
     shadow_by_limits = {p.limits: p for p in shadow_points(run.result)}
-    made = []
-    for point in live_points(run.result):
-        other = shadow_by_limits.get(point.limits)
-        for metric in COMPARED if other is not None else ():
-            live, shadow = point.value(metric), other.value(metric) if other else None
-            if live and shadow:
-                made.append(
-                    Compared(**asdict(point.limits), metric=metric, live=live, shadow=shadow)
-                )
-    return made
+    return [
+        Compared(**asdict(point.limits), metric=metric, live=live, shadow=shadow)
+        for point in live_points(run.result)
+        if (other := shadow_by_limits.get(point.limits)) is not None
+        for metric in COMPARED
+        if (live := point.value(metric)) and (shadow := other.value(metric))
+    ]
 
 
 def _off(pair: Compared) -> float:

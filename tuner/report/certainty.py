@@ -59,8 +59,8 @@ def certainty(run: RunFiles) -> Section:
     if advice is None or advice.odds is None or not advice.standings:
         return Section("certainty", title, ("No probabilities were found in this run.",))
     says = [
-        _probable(advice),
-        _what_would_change(advice, run.current),
+        _probable(advice, advice.odds),
+        _what_would_change(advice, advice.odds, run.current),
         _what_would_help(advice, run),
     ]
     return Section(
@@ -72,7 +72,7 @@ def certainty(run: RunFiles) -> Section:
     )
 
 
-def _probable(advice: Advice) -> str:
+def _probable(advice: Advice, odds: Odds) -> str:
     """Say who is probably the best, and what the answer is expected to lose."""
     chances = [
         f"{standing.limits} with probability {standing.p_best:.2f}"
@@ -80,28 +80,23 @@ def _probable(advice: Advice) -> str:
         if standing.p_best is not None and standing.p_best >= 0.005
     ]
     own = _standing_of(advice, advice.limits)
-    best = f"by {metric_name(advice.gain_metric)} the best is {listed(chances)}"
-    basis = "" if advice.odds is None else f", {_own_basis(advice.odds)}"
-    if own is None or own.loss is None:
-        return f"{best}{basis}"
-    return f"{best}{basis}; {advice.limits} is expected to cost {_loss(own.loss)} more than it"
-
-
-def _own_basis(odds: Odds) -> str:
-    """Say what the probabilities of each are over, and what it is expected to cost more."""
+    basis = f"over {odds.basis}"
     if odds.has_other_traffic:
-        return "on the recorded traffic, over the model's error"
-    return f"over {odds.basis}"
+        basis = "on the recorded traffic, over the model's error"
+    best = f"by {metric_name(advice.gain_metric)} the best is {listed(chances)}, {basis}"
+    if own is None or own.loss is None:
+        return best
+    return f"{best}; {advice.limits} is expected to cost {_loss(own.loss)} more than it"
 
 
-def _what_would_change(advice: Advice, current: EngineLimits) -> str:
+def _what_would_change(advice: Advice, odds: Odds, current: EngineLimits) -> str:
     """Say by how much what is known would have to be wrong for another answer."""
-    odds, here = advice.odds, _log_normal(advice.gain_here_interval)
-    if odds is not None and advice.is_change and odds.meets_more:
+    if advice.is_change and odds.meets_more:
         return _is_for_bounds(advice, odds, current)
-    if odds is not None and odds.rival is not None:
+    if odds.rival is not None:
         return _what_a_rival_lacks(advice, odds.rival, current)
-    if odds is None or here is None or advice.shown == current:
+    here = _log_normal(advice.gain_here_interval)
+    if here is None or advice.shown == current:
         return ""
     mean, spread = here
     room = -mean - NormalDist().inv_cdf(odds.confidence) * spread
@@ -205,8 +200,7 @@ def _standing_of(advice: Advice, limits: EngineLimits) -> Standing | None:
 
 
 def _name(standing: Standing, advice: Advice, current: EngineLimits) -> str:
-    roles = {advice.limits: "recommended"} | {current: "current"}
-    role = roles.get(standing.limits)
+    role = {advice.limits: "recommended", current: "current"}.get(standing.limits)
     return f"{standing.limits} ({role})" if role else str(standing.limits)
 
 
@@ -220,10 +214,10 @@ def _plot(advice: Advice, current: EngineLimits) -> Plot:
     kept = _standing_of(advice, current)
     if kept is not None and kept not in drawn:
         drawn = (*drawn[:-1], kept)
-    names = [_name(standing, advice, current) for standing in drawn][::-1]
-    ends = [sorted(_value(metric, q) for q in standing.quantiles) for standing in drawn][::-1]
-    ours = [standing.limits == advice.limits for standing in drawn][::-1]
-    colours = [CHOSEN if own else SHADOW for own in ours]
+    upwards = drawn[::-1]
+    names = [_name(standing, advice, current) for standing in upwards]
+    ends = [sorted(_value(metric, q) for q in standing.quantiles) for standing in upwards]
+    colours = [CHOSEN if one.limits == advice.limits else SHADOW for one in upwards]
     return Plot(
         "certainty-plot",
         f"{metric_name(metric)} of those that were decided between, with what is open of it",

@@ -36,9 +36,9 @@ def headline(run: RunFiles) -> str:
     advice = result.recommendation
     if advice is None:
         return "No configuration meets the SLOs"
-    if run.result.knobs is not None and run.result.knobs.is_deployed:
-        knobs = settings_text(run.result.knobs.settings)
-        return f"Set {limits_words(run.result.deployed)}, {knobs}"
+    if result.knobs is not None and result.knobs.is_deployed:
+        knobs = settings_text(result.knobs.settings)
+        return f"Set {limits_words(result.deployed)}, {knobs}"
     if not advice.is_change:
         return f"Keep what you have: {limits_words(run.current)}"
     return f"Change to {limits_words(advice.limits)}"
@@ -76,22 +76,17 @@ def _gain(run: RunFiles) -> list[str]:
     result, advice = run.result, run.result.recommendation
     if advice is None:
         return _broken(result)
+    gain = gain_words(advice)
+    how_sure = [] if advice.odds is None else [advice.odds.text]
     if advice.is_change:
         against = f"against the current {limits_words(run.current)}"
-        gain = gain_words(advice)
         found = "best so far" if advice.why == UNFINISHED else "better"
         first = f"{gain} {against}" if gain else f"{found} {against}: {advice.why}"
-        return [first, *filter(None, [advice.for_bounds]), *_odds(advice)]
+        return [first, *filter(None, [advice.for_bounds]), *how_sure]
     if run.shown == run.current:
-        return [advice.why, *_odds(advice)]
+        return [advice.why, *how_sure]
     best = f"the best that was found is {limits_words(run.shown)}"
-    gain = gain_words(advice)
-    return [f"{best}, but {advice.why}{f': {gain}' if gain else ''}", *_odds(advice)]
-
-
-def _odds(advice: Advice) -> list[str]:
-    """Return how sure an answer is."""
-    return [] if advice.odds is None else [advice.odds.text]
+    return [f"{best}, but {advice.why}{f': {gain}' if gain else ''}", *how_sure]
 
 
 def gain_words(advice: Advice) -> str:
