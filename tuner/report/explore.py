@@ -87,7 +87,7 @@ def explore_page(explored: Explored) -> str:
 
 def explore_sections(explored: Explored) -> list[Section]:
     """Return the sections in the page's order, the answer first."""
-    curve = load_curve(explored.surface, explored.loads)
+    curve = load_curve(explored.surface)
     return [_answer(explored), _map(explored), curve, _sources(explored), _all(explored)]
 
 

@@ -38,12 +38,9 @@ class _Line:
     reached: tuple[Reached, ...]
 
 
-def load_curve(surface: Surface, loads: Sequence[float]) -> Section:
-    """Return the section; `loads` are multiples of the recorded one, as they are shown.
-
-    Shapes: loads is [n], one for each of the surface's.
-    """
-    lines = _lines(surface)
+def load_curve(surface: Surface) -> Section:
+    """Return the section; its loads are multiples of the recorded one."""
+    lines, loads = _lines(surface), [at.load for at in surface.loads]
     until = tuple(sentence(_until(line, loads)) for line in lines)
     title = "Latency and throughput against load"
     plot = _plot(surface, lines, loads)

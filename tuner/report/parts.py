@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, TypeVar
 
@@ -91,8 +91,8 @@ class Section:
     title: str
     says: tuple[str, ...] = ()
     bullets: tuple[str, ...] = ()
-    plots: tuple[Plot, ...] = field(default_factory=tuple)
-    tables: tuple[Table, ...] = field(default_factory=tuple)
+    plots: tuple[Plot, ...] = ()
+    tables: tuple[Table, ...] = ()
     explorer: Explorer | None = None
 
 
@@ -129,7 +129,6 @@ BETTER = "#2b8a4b"
 WORSE = "#d1495b"
 CHOSEN = "#8b62c9"
 INK = "#7b8794"
-SERIES = (LIVE, SHADOW, BETTER, WORSE, CHOSEN, INK)
 
 _CLEAR = "rgba(0,0,0,0)"
 LEGEND = {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom", "bgcolor": _CLEAR}

@@ -187,17 +187,17 @@ def _cut(limits: EngineLimits, trials: Sequence[Trial]) -> Point | None:
 def _plot(run: RunFiles, points: Sequence[Point], latency: str, stop: Stop) -> Plot:
     caps = [p.limits.max_num_seqs for p in points]
     places = [math.log2(cap) for cap in caps]
-    domains = stacked(3)
     traces = []
     more: dict[str, Any] = {}
-    panels = ((DECODE, "decode step p50"), (latency, metric_name(latency)))
-    for i, (metric, title) in enumerate((*panels, (USAGE, USAGE)), start=1):
+    panels = zip((DECODE, latency, USAGE), stacked(3), strict=True)
+    for i, (metric, domain) in enumerate(panels, start=1):
         values = [p.value(metric) for p in points]
         name = "" if i == 1 else str(i)
-        known = [v for v in values if v is not None]
-        usage = {"rangemode": "tozero"} if metric == USAGE else {}
-        made = axis(title, **usage) if usage else seconds_axis(title, known)
-        more[f"yaxis{name}"] = {**made, "domain": domains[i - 1]}
+        made = axis(USAGE, rangemode="tozero")
+        if metric != USAGE:
+            known = [v for v in values if v is not None]
+            made = seconds_axis(metric_name(metric), known)
+        more[f"yaxis{name}"] = {**made, "domain": domain}
         traces.append(_curve(points, places, values, f"y{name}", metric))
     named = _named(run, stop)
     lines, notes = _marks(named)
