@@ -30,9 +30,8 @@ class Cells(HTMLParser):
 
     def __init__(self, page: str, anchor: str) -> None:
         super().__init__()
-        self.heads: list[str] = []
         self.rows: list[list[str]] = []
-        self._anchor, self._is_in, self._tag = anchor, False, ""
+        self._anchor, self._is_in = anchor, False
         self.feed(page)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:

@@ -208,8 +208,10 @@ def _put_behind(root: dict[str, Any], behind: str | None, key: str, value: objec
 
 def _remark(root: dict[str, Any], rec: Recommendation) -> None:
     """Add to the cap's line where it comes from, unless it has a comment of the user's."""
-    parts = [rec.facts.get("tuned-at", "")[:10], rec.facts.get("gain", "")]
-    text = ", ".join(part for part in [*parts, _run(rec)] if part)
+    facts = rec.facts
+    run = f"run {facts['run-id']}" if "run-id" in facts else ""
+    parts = (facts.get("tuned-at", "")[:10], facts.get("gain"), run)
+    text = ", ".join(filter(None, parts))
     key = next(key for key in root if hyphenated(str(key)) == MAX_NUM_SEQS)
     comments_of = getattr(root, "ca", None)
     if not text or comments_of is None or root.fa.flow_style():  # type: ignore[attr-defined]
@@ -223,7 +225,3 @@ def _remark(root: dict[str, Any], rec: Recommendation) -> None:
         old, newline, rest = token.value.partition("\n")
         blanks = old[: len(old) - len(old.lstrip())]
         token.value = f"{blanks}{_OURS}{text}{newline}{rest}"
-
-
-def _run(rec: Recommendation) -> str:
-    return f"run {rec.facts['run-id']}" if "run-id" in rec.facts else ""

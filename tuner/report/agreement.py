@@ -45,7 +45,12 @@ def agreement(run: RunFiles) -> Section:
     pairs = stored or _pairs(run)
     if not pairs:
         return Section("agreement", TITLE, (_nothing(run),))
-    sentences = [_text(pairs, shadow_error(run.result)), *([] if is_same else [_unlike()])]
+    sentences = [_text(pairs, shadow_error(run.result))]
+    if not is_same:
+        sentences.append(
+            "The shadow replayed other stretches of the trace than the race did, so these "
+            "differences hold both its error and the difference of the traffic."
+        )
     plot, table = _plot(pairs, shadow_error(run.result)), _table(pairs)
     return Section("agreement", TITLE, tuple(sentences), plots=(plot,), tables=(table,))
 
@@ -58,13 +63,6 @@ def _nothing(run: RunFiles) -> str:
     if shadow_points(run.result):
         return "No configuration was both predicted and measured."
     return "No shadow spoke in this run: every number was measured."
-
-
-def _unlike() -> str:
-    return (
-        "The shadow replayed other stretches of the trace than the race did, so these "
-        "differences hold both its error and the difference of the traffic."
-    )
 
 
 def _pairs(run: RunFiles) -> list[Compared]:

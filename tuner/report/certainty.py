@@ -218,10 +218,11 @@ def _plot(advice: Advice, current: EngineLimits) -> Plot:
     names = [_name(standing, advice, current) for standing in upwards]
     ends = [sorted(_value(metric, q) for q in standing.quantiles) for standing in upwards]
     colours = [CHOSEN if one.limits == advice.limits else SHADOW for one in upwards]
+    intervals = listed([f"{one.limits} {_between(one, metric)}" for one in drawn])
     return Plot(
         "certainty-plot",
         f"{metric_name(metric)} of those that were decided between, with what is open of it",
-        sentence(f"intervals of 90%: {_text(drawn, metric)}"),
+        sentence(f"intervals of 90%: {intervals}"),
         [
             *(_bar(names, ends, outer, width) for outer, width in ((0, 2), (1, 7))),
             scatter(
@@ -260,10 +261,6 @@ def _bar(
         ys += [name, name, None]
     line = {"color": INK, "width": width}
     return scatter("lines", xs, ys, line=line, hoverinfo="skip", showlegend=False)
-
-
-def _text(drawn: Sequence[Standing], metric: str) -> str:
-    return listed([f"{standing.limits} {_between(standing, metric)}" for standing in drawn])
 
 
 def _between(standing: Standing, metric: str) -> str:

@@ -212,6 +212,7 @@ def _level(explored: Explored, i: int) -> dict[str, Any]:
     hot = [_heats(foremost, metric) for metric in explored.metrics]
 
     best, best_as = at.decision.best, _best_as(at)
+    notes = {surface.current: CURRENT, best: best_as}
 
     def cell(limits: EngineLimits) -> dict[str, Any]:
         mine = reached[limits]
@@ -219,7 +220,7 @@ def _level(explored: Explored, i: int) -> dict[str, Any]:
             "figures": [figure.text for figure in _figures(mine, explored.metrics)],
             "heats": [round(heat[limits], 3) if limits in heat else None for heat in hot],
             "mark": _mark(mine, at, surface),
-            "note": best_as if limits == best else _current(limits, surface),
+            "note": notes.get(limits, ""),
         }
 
     return {
@@ -254,10 +255,6 @@ def _mark(reached: Reached, at: AtLoad, surface: Surface) -> str:
 def _best_as(at: AtLoad) -> str:
     """Return what the page calls who is best at a load."""
     return NEAREST if at.is_hopeless else BEST
-
-
-def _current(limits: EngineLimits, surface: Surface) -> str:
-    return CURRENT if limits == surface.current else ""
 
 
 def _figures(reached: Reached, metrics: Sequence[str]) -> list[Cell]:
