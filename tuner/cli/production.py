@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from tuner.cli.console import say, show_result
+from tuner.cli.doctor import RELEASES, is_known
 from tuner.cli.inputs import check_output
 from tuner.cli.options import Params, path_of
 from tuner.engine.serve_config import read_config
@@ -37,8 +38,6 @@ _RELEASE: Final = re.compile(
     r"\d+(?:\.\d+)+(?:(?:a|b|rc)\d+)?(?:\.post\d+)?(?:\.dev\d+)?(?:\+[a-z0-9.]+)?"
 )
 """What vLLM's builds are called. Source: PEP 440."""
-RELEASES: Final = range(20, 34)
-"""The releases 0.N whose schedule the simulator keeps (tests/benchmarks/vllm_versions.py)."""
 
 
 def wanted_of(params: Params) -> Wanted:
@@ -48,8 +47,7 @@ def wanted_of(params: Params) -> Wanted:
             f"--vllm {params['vllm']} is no version of vLLM: expected numbers as in 0.32.0",
             "name the release whose scheduling is predicted, or leave it out",
         )
-    release = re.match(r"0\.(\d+)", params["vllm"])
-    if release is None or int(release[1]) not in RELEASES:
+    if not is_known(params["vllm"]):
         raise UsageError(
             f"--vllm {params['vllm']}: the scheduling of 0.{RELEASES[0]} to "
             f"0.{RELEASES[-1]} is known",
