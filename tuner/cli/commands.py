@@ -132,7 +132,6 @@ def verify(**params: Any) -> int:
         "--batch-size",
         type=LADDER,
         default="4,8,16",
-        show_default=True,
         metavar="LIST",
         help="Sizes of static batches.",
     ),
@@ -297,7 +296,6 @@ def doctor() -> int:
         "--confidence",
         type=float,
         default=0.9,
-        show_default=True,
         help="How probable it must be that a change is better, and that the SLOs are met.",
     ),
     click.option(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 import cloup
@@ -54,13 +54,12 @@ def given_in(ctx: click.Context) -> dict[str, Any]:
     }
 
 
-Command = TypeVar("Command", bound=Callable[..., Any])
-Added = Callable[[Command], Command]
+Added = Callable[[Any], Any]
 """What adds options to a command."""
 
 
-CONTEXT = {"help_option_names": ["-h", "--help"]}
-"""How every command is asked for its help."""
+CONTEXT = {"help_option_names": ["-h", "--help"], "show_default": True}
+"""How every command is asked for its help, which shows the defaults of its options."""
 
 BAD_INPUT = "0 done; 2 bad input"
 """Exit codes of a command that starts no engine."""
@@ -86,44 +85,29 @@ def command(
     return cloup.command(name, context_settings=CONTEXT, epilog=epilog)
 
 
-def _option(*names: str, **more: Any) -> Added[Any]:
-    """Return what adds an option, whose help shows its default if it has one."""
-    return click.option(*names, show_default="default" in more, **more)
-
-
-def file_option(*names: str, metavar: str = "FILE", **more: Any) -> Added[Any]:
+def file_option(*names: str, metavar: str = "FILE", **more: Any) -> Added:
     """Return what adds an option that names a file or a folder."""
-    return _option(*names, type=FILE, metavar=metavar, **more)
+    return click.option(*names, type=FILE, metavar=metavar, **more)
 
 
-def time_option(*names: str, **more: Any) -> Added[Any]:
+def time_option(*names: str, **more: Any) -> Added:
     """Return what adds an option that is a length of time, in seconds as its value."""
-    return _option(*names, type=DURATION, metavar="TIME", **more)
+    return click.option(*names, type=DURATION, metavar="TIME", **more)
 
 
-def choice_option(*names: str, among: Sequence[str], **more: Any) -> Added[Any]:
+def choice_option(*names: str, among: Sequence[str], **more: Any) -> Added:
     """Return what adds an option that is one of several words."""
-    return _option(*names, type=click.Choice(among), **more)
+    return click.option(*names, type=click.Choice(among), **more)
 
 
 def count_option(
     *names: str, least: int = 1, most: int | None = None, metavar: str = "N", **more: Any
-) -> Added[Any]:
+) -> Added:
     """Return what adds an option that is a whole number from `least`, up to `most` if given."""
-    return _option(*names, type=click.IntRange(least, most), metavar=metavar, **more)
+    return click.option(*names, type=click.IntRange(least, most), metavar=metavar, **more)
 
 
-def router_option() -> Added[Any]:
-    """Return what adds the option of how a fleet's traffic is dealt out."""
-    return choice_option(
-        "--router",
-        among=["round-robin", "least-loaded", "prefix"],
-        default="least-loaded",
-        help="How the fleet routes requests.",
-    )
-
-
-def format_option(*without: Format, **more: Any) -> Added[Any]:
+def format_option(*without: Format, **more: Any) -> Added:
     """Return what adds the option of what is written, in any form but those."""
     among = [str(form) for form in Format if form not in without]
     return choice_option(
@@ -131,10 +115,17 @@ def format_option(*without: Format, **more: Any) -> Added[Any]:
     )
 
 
+ROUTER = choice_option(
+    "--router",
+    among=["round-robin", "least-loaded", "prefix"],
+    default="least-loaded",
+    help="How the fleet routes requests.",
+)
 KNOBS = click.option(
     "--knobs",
     type=NAMES,
     default="",
+    show_default=False,
     metavar="LIST",
     help="What else to turn beside the two limits, for example prefix-caching,long-prefill: "
     "tune explain lists them. What gains under 2 % is left alone; default: none.",
@@ -156,7 +147,7 @@ CONFIG = file_option(
 )
 
 
-def _slo_option(ending: str) -> Added[Any]:
+def _slo_option(ending: str) -> Added:
     text = f"A bound that must hold, for example ttft_p99=500ms; {ending}"
     return click.option("--slo", type=SLO, multiple=True, metavar="SLO", help=text)
 
@@ -195,7 +186,7 @@ TOO_LONG = choice_option(
 )
 
 
-def one_setting(whose: str, default: str) -> tuple[Added[Any], Added[Any]]:
+def one_setting(whose: str, default: str) -> tuple[Added, Added]:
     """Return the options that name one value of each limit."""
     return (
         count_option(
@@ -208,9 +199,9 @@ def one_setting(whose: str, default: str) -> tuple[Added[Any], Added[Any]]:
     )
 
 
-def loads_option(default: str) -> Added[Any]:
+def loads_option(default: str) -> Added:
     """Return what adds the option of the loads that are predicted."""
-    return _option(
+    return click.option(
         "--loads",
         type=LOADS,
         default=default,
@@ -275,7 +266,7 @@ reading_options = cloup.option_group(
         metavar="PERCENT",
         help="Largest share of wrong rows to skip  [default: 5]",
     ),
-    _option(
+    click.option(
         "--max-unpacked",
         type=SIZE,
         default="64GiB",
@@ -292,9 +283,7 @@ reading_options = cloup.option_group(
 """How recorded traffic is read."""
 
 _REPLAY_OPTIONS = (
-    click.option(
-        "--load", type=LOAD, default="1", metavar="X", show_default=True, help=f"{LOAD_MEANS}."
-    ),
+    click.option("--load", type=LOAD, default="1", metavar="X", help=f"{LOAD_MEANS}."),
     choice_option(
         "--load-model",
         among=["open", "closed"],
@@ -328,9 +317,7 @@ _REPLAY_OPTIONS = (
 )
 
 
-def traffic_options(
-    part: str = "Part of the trace", default: str = "all"
-) -> Callable[[Command], Command]:
+def traffic_options(part: str = "Part of the trace", default: str = "all") -> Added:
     """Return what adds the options of what is replayed and how; --trace stands with the first.
 
     `part` says of what --window is a part, `default` which part that is where it is left out.
@@ -405,7 +392,7 @@ def as_usage_error(error: click.ClickException) -> TunerError:
 TOKEN_VARIABLE = "PROMETHEUS_TOKEN"  # noqa: S105 - the name of a variable, not a token
 
 
-def prometheus_options(since: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def prometheus_options(since: str) -> Added:
     """Return what adds the options of a query; `since` is how far back it looks by default."""
     return cloup.option_group(
         "Prometheus",

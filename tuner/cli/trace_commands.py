@@ -11,13 +11,13 @@ from tuner.cli.options import (
     BAD_INPUT,
     CONTEXT,
     LOAD_MEANS,
+    ROUTER,
     command,
     count_option,
     ending,
     file_option,
     prometheus_options,
     reading_options,
-    router_option,
 )
 from tuner.cli.values import FILE, LOAD, WINDOW
 
@@ -145,7 +145,7 @@ def scale(load: float, **params: Any) -> int:
 @cloup.option_group(
     "Main options",
     count_option("--replicas", required=True, help="Size of the fleet."),
-    router_option(),
+    ROUTER,
     count_option("--replica", least=0, default=0, metavar="K", help="Whose share, from 0."),
     _OUTPUT,
 )

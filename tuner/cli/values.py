@@ -72,11 +72,16 @@ def _ladder(text: str) -> tuple[int, ...]:
 _MOST_LOAD = 1_000_000
 
 
-def _load(text: str) -> float:
+def _number(text: str) -> float:
+    """Return a number, nan for what is none."""
     try:
-        load = float(text.lower().removesuffix("x"))
+        return float(text)
     except ValueError:
-        load = float("nan")
+        return math.nan
+
+
+def _load(text: str) -> float:
+    load = _number(text.lower().removesuffix("x"))
     if not 0 < load < _MOST_LOAD:
         raise UsageError(
             f"must be a multiple above 0 and below {_MOST_LOAD:,}, got {text!r}",
@@ -86,10 +91,7 @@ def _load(text: str) -> float:
 
 
 def _price(text: str) -> float:
-    try:
-        price = float(text)
-    except ValueError:
-        price = math.nan
+    price = _number(text)
     if not 0 < price < math.inf:
         raise UsageError(f"must be a number above 0, got {text!r}", "for example 2.5")
     return price

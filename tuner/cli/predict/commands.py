@@ -14,6 +14,7 @@ from tuner.cli.options import (
     GPU_HOUR_PRICE,
     JSON,
     KNOBS,
+    ROUTER,
     SHADOW,
     SHADOW_FAILED,
     SLOS,
@@ -30,7 +31,6 @@ from tuner.cli.options import (
     predicted_options,
     profile_at,
     prometheus_options,
-    router_option,
     time_option,
     traffic_options,
 )
@@ -72,7 +72,6 @@ from tuner.emit.names import GateFormat
     click.option(
         "--timezone",
         default="UTC",
-        show_default=True,
         metavar="OFFSET",
         help="Whose hours, with --by: UTC or an offset as +02:00.",
     ),
@@ -84,7 +83,7 @@ from tuner.emit.names import GateFormat
         is_flag=True,
         help="How many replicas keep the SLOs, fixed, by plan or autoscaled, and their cost.",
     ),
-    router_option(),
+    ROUTER,
     GPU_HOUR_PRICE,
     time_option("--start-time", default="2m", help="How long a replica takes to start."),
     time_option(
@@ -262,7 +261,6 @@ def fit(**params: Any) -> int:
         "--vllm",
         metavar="VERSION",
         default="0.32.0",
-        show_default=True,
         help="Release whose scheduling is predicted.",
     ),
 )
