@@ -5,7 +5,6 @@ And how a run ended. Owns rich.
 
 from __future__ import annotations
 
-import os
 import time
 from itertools import compress
 from pathlib import Path
@@ -38,15 +37,12 @@ _TIER_STYLES = {
 
 
 def talk() -> RichConsole:
-    """Return the console on standard error; colour only on a terminal that wants it.
+    """Return the console on standard error; rich itself minds NO_COLOR and dumb terminals.
 
     Texts are shown as they are: paths, vLLM's words and a user's names hold brackets and colons
     that are neither markup nor emoji.
     """
-    plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
-    return RichConsole(
-        stderr=True, highlight=False, markup=False, emoji=False, no_color=plain, soft_wrap=True
-    )
+    return RichConsole(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 class RunDisplay(Listener):
@@ -57,7 +53,6 @@ class RunDisplay(Listener):
 
     def __init__(self, budget_s: float) -> None:
         self._console = talk()
-        self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal
         self._live: Live | None = None
         self._trials: list[Trial] = []
         self._current: EngineLimits | None = None
@@ -92,7 +87,7 @@ class RunDisplay(Listener):
 
     def trial_started(self, number: int, limits: EngineLimits, phase: Phase) -> None:
         """Show what begins."""
-        if self._is_live and self._live is None:
+        if self._console.is_interactive and self._live is None:
             self._live = Live(console=self._console, auto_refresh=False, transient=False)
             self._live.start()
         self._now = f"trial {number} {phase} {limits}"
@@ -161,9 +156,8 @@ class ProgressLine:
     """One line on a terminal that says how far something is; nothing elsewhere."""
 
     def __init__(self) -> None:
-        console = talk()
-        self._live = Live(console=console, auto_refresh=False, transient=True)
-        self._is_live = console.is_terminal and not console.is_dumb_terminal
+        self._live = Live(console=talk(), auto_refresh=False, transient=True)
+        self._is_live = self._live.console.is_interactive
 
     def __enter__(self) -> Self:
         if self._is_live:
