@@ -97,8 +97,7 @@ class CalibrateOptions:
 
 def run_calibrate(options: CalibrateOptions) -> int:
     """Correct the profile, write it and say what changed. Raises: TunerError."""
-    profile, source = options.shadow.load()
-    corrected, found = _corrected(profile, source, options)
+    corrected, found = _corrected(options.shadow.load(), options)
     write_profile(options.output, corrected)
     error = StatedError.of(corrected, is_forced=options.shadow.is_forced)
     content = {"engine": "shadow", **found.as_json(), **error.as_json()}
@@ -108,10 +107,9 @@ def run_calibrate(options: CalibrateOptions) -> int:
     return 0
 
 
-def _corrected(
-    profile: Profile, source: ProfiledEngine, options: CalibrateOptions
-) -> tuple[Profile, Correction]:
+def _corrected(source: ProfiledEngine, options: CalibrateOptions) -> tuple[Profile, Correction]:
     """Return the profile as what was named corrects it. Raises: TunerError."""
+    profile = source.profile
     if options.prometheus is not None:
         return by_anchor(profile, _measured(options.prometheus), _served(source, options))
     if options.anchor is not None:
@@ -127,7 +125,7 @@ def _corrected(
         return by_steps(
             profile, [(limits, columns) for limits, one in found for columns in one.stretches()]
         )
-    return _by_recording(profile, source, options)
+    return _by_recording(source, options)
 
 
 def _served(source: ProfiledEngine, options: CalibrateOptions) -> EngineLimits:
@@ -169,9 +167,10 @@ def _measured(server: PrometheusOptions) -> Anchor:
 
 
 def _by_recording(
-    profile: Profile, source: ProfiledEngine, options: CalibrateOptions
+    source: ProfiledEngine, options: CalibrateOptions
 ) -> tuple[Profile, Correction]:
     """Replay the recording with one step model after the other until they agree."""
+    profile = source.profile
     engine = engine_of_profile(profile, options.config)
     traffic = options.traffic.read()
     announce(traffic)

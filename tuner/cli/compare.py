@@ -109,15 +109,15 @@ def run_compare(options: CompareOptions, source: EngineSource | None = None) -> 
     if options.run_dir is not None:
         # What could not be kept in the end is refused now.
         read_run(options.run_dir)
-    loaded = None if options.shadow is None else options.shadow.load()
-    engine = options.engine.choose(None if loaded is None else loaded[0])
+    shadow = None if options.shadow is None else options.shadow.load()
+    engine = options.engine.choose(shadow)
     traffic = options.traffic.read()
     plan = options.traffic.plan(traffic.trace)
     if plan.load_model is LoadModel.CLOSED:
         raise UsageError("strategies are compared on arrivals: leave --load-model closed out")
-    announce(traffic, is_demo=engine.is_demo and loaded is None)
-    if loaded is not None:
-        rows = _predicted(options, loaded[1], engine, traffic.trace, plan)
+    announce(traffic, is_demo=engine.is_demo and shadow is None)
+    if shadow is not None:
+        rows = _predicted(options, shadow, engine, traffic.trace, plan)
     else:
         start = source or LiveSource()
         with log_folder("tune-compare-") as folder:
@@ -125,7 +125,7 @@ def run_compare(options: CompareOptions, source: EngineSource | None = None) -> 
     rows[RECORDED] = told_by_saturation(rows[RECORDED], rows[SATURATED])
     window = asked_window(options.traffic.window, traffic.trace, plan) or whole(traffic.trace)
     told = {
-        "engine": "live" if loaded is None else "shadow",
+        "engine": "live" if shadow is None else "shadow",
         "load": options.traffic.load,
         "window": window_text((window,), traffic.trace),
     }
@@ -317,11 +317,8 @@ def _tuned(options: CompareOptions, default: EngineLimits) -> EngineLimits:
             "no tuned limits are named to compare with vLLM's defaults",
             "add --tuned best.yaml, or --max-num-seqs N and --max-num-batched-tokens N",
         )
-    tuned = replace(
-        default, max_num_batched_tokens=max(default.max_num_batched_tokens, seqs or 1)
-    )
-    tuned = replace(tuned, max_num_seqs=seqs or default.max_num_seqs)
-    return replace(tuned, max_num_batched_tokens=tokens or tuned.max_num_batched_tokens)
+    cap = seqs or default.max_num_seqs
+    return EngineLimits(cap, tokens or max(default.max_num_batched_tokens, cap))
 
 
 def _show(

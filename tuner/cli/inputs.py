@@ -34,7 +34,7 @@ from tuner.run.inputs import (
 from tuner.run.options import TraceReading
 from tuner.search.budget import asked_window
 from tuner.shadow.profiled import ProfiledEngine
-from tuner.shadow.profiles import Profile, read_profile
+from tuner.shadow.profiles import read_profile
 from tuner.traffic.describe import LARGEST_CAP
 from tuner.traffic.formats import ReadOptions, TimeUnit
 from tuner.traffic.resample import at_load
@@ -217,14 +217,14 @@ class EngineOptions:
         given = parse_engine_args(params["engine_args"])
         return cls(path_of(params["config"]), params["model"], given)
 
-    def choose(self, profile: Profile | None = None) -> EngineChoice:
-        """Return the configuration; of a profile its own, changed by what was named.
+    def choose(self, shadow: ProfiledEngine | None = None) -> EngineChoice:
+        """Return the configuration; of a shadow that of its profile, changed by what was named.
 
         Raises: UsageError.
         """
-        if profile is None:
+        if shadow is None:
             return configured_engine(self.config, self.model, self.engine_args)
-        return engine_of_profile(profile, self.config, self.model, self.engine_args)
+        return engine_of_profile(shadow.profile, self.config, self.model, self.engine_args)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +262,6 @@ class ShadowOptions:
             raise missing or UsageError("--profile is missing", hint)
         return cls(Path(params["profile"]), params["force_profile"])
 
-    def load(self) -> tuple[Profile, ProfiledEngine]:
-        """Return the profile, and what starts its shadow. Raises: UsageError."""
-        profile = read_profile(self.profile)
-        return profile, ProfiledEngine(profile, is_forced=self.is_forced)
+    def load(self) -> ProfiledEngine:
+        """Return the profile as what starts its shadow. Raises: UsageError."""
+        return ProfiledEngine(read_profile(self.profile), is_forced=self.is_forced)

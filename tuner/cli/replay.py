@@ -82,15 +82,15 @@ class ReplayOptions:
 
 def run_replay(options: ReplayOptions, source: EngineSource | None = None) -> int:
     """Replay the trace once and print the measurement. Raises: TunerError."""
-    profile, profiled = options.shadow.load() if options.shadow is not None else (None, None)
-    engine = options.engine.choose(profile)
+    shadow = None if options.shadow is None else options.shadow.load()
+    engine = options.engine.choose(shadow)
     traffic = options.traffic.read()
     plan = options.traffic.plan(traffic.trace)
     check_lead_in(options.lead_in_s, plan.load_model)
     announce(traffic, is_demo=engine.is_demo)
     job = _Job(options, engine, traffic, plan)
-    if profiled is not None:
-        limits, measured = job.predicted(profiled)
+    if shadow is not None:
+        limits, measured = job.predicted(shadow)
     else:
         live = source or LiveSource(options.traffic.is_greedy)
         patience_s = options.traffic.start_timeout_s
@@ -100,12 +100,12 @@ def run_replay(options: ReplayOptions, source: EngineSource | None = None) -> in
         ):
             limits, measured = job.measured(host)
     content = {
-        "engine": "live" if profiled is None else "shadow",
+        "engine": "live" if shadow is None else "shadow",
         "limits": limits,
         "load_model": str(plan.load_model),
         **measured.as_json(),
     }
-    texts = {} if profile is None else StatedError.of(profile).texts
+    texts = {} if shadow is None else StatedError.of(shadow.profile).texts
     show_result(content, _lines(limits, measured, texts), as_json=options.as_json)
     return 0
 

@@ -142,11 +142,11 @@ def _verify(options: VerifyOptions, folder: Path) -> None:
     announce(traffic)
     predicted: Measurement | None
     if options.shadow is not None:
-        profile, profiled = options.shadow.load()
-        tried = _tried(options, engine, profiled.facts(engine.values), traffic, plan)
-        predictor = Predictor(profile, seed=options.traffic.seed)
+        shadow = options.shadow.load()
+        tried = _tried(options, engine, shadow.facts(engine.values), traffic, plan)
+        predictor = Predictor(shadow.profile, seed=options.traffic.seed)
         log = predictor.replay(tried.trace, tried.limits, plan)
-        predicted, vocab_size = measure([log]), profile.shape.vocab_size
+        predicted, vocab_size = measure([log]), shadow.profile.shape.vocab_size
     else:
         patience_s = options.traffic.start_timeout_s
         with EngineProcess(LiveSource(), folder / "engine.log", patience_s) as host:

@@ -24,14 +24,13 @@ def run_explore(inputs: LoadsOptions, output: Path | None, *, as_json: bool) -> 
     """
     check_output(output)
     began_s = time.monotonic()
-    profile, source = inputs.shadow.load()
+    source = inputs.shadow.load()
     trace, surface = inputs.surface(source)
     took_s = time.monotonic() - began_s
     replays = len(surface.settings) * len(surface.loads)
     say(f"{replays} replays predicted, and what is best at each load, in {took_s:.1f} s")
-    explored = Explored(
-        surface, profile, str(inputs.shadow.profile), trace, str(inputs.objective), took_s
-    )
+    name, objective = str(inputs.shadow.profile), str(inputs.objective)
+    explored = Explored(surface, source.profile, name, trace, objective, took_s)
     if as_json:
         sys.stdout.write(json_text(_content(explored)))
     if output or not as_json:

@@ -101,14 +101,14 @@ def run_gate(options: GateOptions) -> int:
 
 
 def _found(options: GateOptions) -> GateAnswer:
-    profile, source = options.shadow.load()
-    facts = source.facts(engine_of_profile(profile).values)
+    source = options.shadow.load()
+    facts = source.facts(engine_of_profile(source.profile).values)
     limits = options.limits.over(facts.current_limits)
     traffic = options.traffic.read(limits.max_num_seqs)
     announce(traffic)
     trace = options.traffic.fitted(traffic.trace, facts.max_model_len)
-    is_forced = options.shadow.is_forced
-    predictor = Predictor(profile, seed=options.traffic.seed, is_forced=is_forced)
+    seed, is_forced = options.traffic.seed, options.shadow.is_forced
+    predictor = Predictor(source.profile, seed=seed, is_forced=is_forced)
     if remark := predictor.info(limits).remark:
         say(remark)
     plan = options.traffic.plan(trace)

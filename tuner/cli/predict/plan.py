@@ -11,6 +11,7 @@ from tuner.cli.inputs import check_named, say_missed
 from tuner.cli.options import Params
 from tuner.cli.predict.options import LoadsOptions
 from tuner.drift.by_hour import Calendar, Hour, calendar_of, hours_of, parse_offset
+from tuner.drift.retune import Retune
 from tuner.errors import ShadowError, UsageError
 from tuner.report.words import counted
 from tuner.run.loads.clients import advise
@@ -121,25 +122,26 @@ def _fleet_aim(params: Params) -> FleetAim | None:
 
 def run_plan(options: PlanOptions) -> int:
     """Predict every load, or hour of day, and print the table. Raises: TunerError."""
-    _, source = options.inputs.shadow.load()
-    if options.fleet is not None:
-        found = _fleet(options.inputs, source, options.fleet)
-        show_result(found.as_json(), _fleet_lines(found), as_json=options.as_json)
-        return 0
-    if options.utc_offset_s is not None:
-        calendar = _calendar(options.inputs, source, options.utc_offset_s)
-        show_result(calendar.as_json(), calendar.lines(), as_json=options.as_json)
-        return 0
-    if options.for_clients:
-        predictor, limits, workload = options.inputs.current(source)
-        advice, error = advise(predictor, limits, workload), predictor.error
-        lines = [*advice.lines(), *error.lines()]
-        show_result({**advice.as_json(), **error.as_json()}, lines, as_json=options.as_json)
-        return 0
-    _, surface = options.inputs.surface(source)
-    lines = _table(surface, options.inputs.objective)
-    show_result(surface.as_json(), lines, as_json=options.as_json)
+    content, lines = _planned(options, options.inputs.shadow.load())
+    show_result(content, lines, as_json=options.as_json)
     return 0
+
+
+def _planned(options: PlanOptions, source: ProfiledEngine) -> tuple[object, list[str]]:
+    """Return the plan that is asked for, and its lines for people. Raises: TunerError."""
+    inputs = options.inputs
+    if options.fleet is not None:
+        found = _fleet(inputs, source, options.fleet)
+        return found.as_json(), _fleet_lines(found)
+    if options.utc_offset_s is not None:
+        calendar = _calendar(inputs, source, options.utc_offset_s)
+        return calendar.as_json(), calendar.lines()
+    if options.for_clients:
+        predictor, limits, workload = inputs.current(source)
+        advice, error = advise(predictor, limits, workload), predictor.error
+        return {**advice.as_json(), **error.as_json()}, [*advice.lines(), *error.lines()]
+    _, surface = inputs.surface(source)
+    return surface.as_json(), _table(surface, inputs.objective)
 
 
 def _table(surface: Surface, objective: Objective) -> list[str]:
@@ -159,7 +161,7 @@ def _table(surface: Surface, objective: Objective) -> list[str]:
         cells = (
             f"{at.load:>5g}x  {at.decision.best!s:>12}",
             *(
-                f"{_seconds(reached, latency):>9} {_per_s(reached, rate):>14}"
+                f"{_short(reached, latency, ' s'):>9} {_short(reached, rate, '/s'):>14}"
                 for reached in (best, current)
             ),
             _advice(at, best, current),
@@ -169,14 +171,9 @@ def _table(surface: Surface, objective: Objective) -> list[str]:
     return lines
 
 
-def _seconds(reached: Reached, metric: str) -> str:
-    value_s = reached.value(metric)
-    return "-" if value_s is None else f"{short(value_s)} s"
-
-
-def _per_s(reached: Reached, metric: str) -> str:
+def _short(reached: Reached, metric: str, unit: str) -> str:
     value = reached.value(metric)
-    return "-" if value is None else f"{short(value)}/s"
+    return "-" if value is None else f"{short(value)}{unit}"
 
 
 def _advice(at: AtLoad, best: Reached, current: Reached) -> str:
@@ -189,14 +186,22 @@ def _advice(at: AtLoad, best: Reached, current: Reached) -> str:
     return f"{advice} [{shown}]" if shown else advice
 
 
-def _fleet(inputs: LoadsOptions, source: ProfiledEngine, aim: FleetAim) -> FleetPlan:
-    """Return how many replicas serve the traffic, and how; it begins when they do, empty.
+def _read(inputs: LoadsOptions, source: ProfiledEngine, load: float) -> tuple[Trace, Retune]:
+    """Return the part in the window as the engine takes it, and what predicts it up to a load.
 
     Raises: TunerError.
     """
     check_named(inputs.traffic.files)
     recorded = inputs.traffic.part_of(inputs.traffic.reading.read(inputs.traffic.files))
-    trace, retune = inputs.retune(source, recorded, 1.0)
+    return inputs.retune(source, recorded, load)
+
+
+def _fleet(inputs: LoadsOptions, source: ProfiledEngine, aim: FleetAim) -> FleetPlan:
+    """Return how many replicas serve the traffic, and how; it begins when they do, empty.
+
+    Raises: TunerError.
+    """
+    trace, retune = _read(inputs, source, 1.0)
     predictor = retune.predictor
     if predictor.doubt:
         raise ShadowError(
@@ -211,10 +216,8 @@ def _fleet(inputs: LoadsOptions, source: ProfiledEngine, aim: FleetAim) -> Fleet
 
 def _calendar(inputs: LoadsOptions, source: ProfiledEngine, utc_offset_s: float) -> Calendar:
     """Return what is best at each hour of the day. Raises: TunerError."""
-    check_named(inputs.traffic.files)
-    recorded = inputs.traffic.part_of(inputs.traffic.reading.read(inputs.traffic.files))
     load = inputs.traffic.load
-    trace, retune = inputs.retune(source, recorded, load)
+    trace, retune = _read(inputs, source, load)
     aim = inputs.aim(trace)
     aim = replace(aim, plan=replace(aim.plan, load=load))
     say_missed(trace, [load])
@@ -252,7 +255,8 @@ def _fleet_lines(found: FleetPlan) -> list[str]:
         f"{'':12}{'most':>6}{'GPU hours':>12}{'cost':>12}{'within SLOs':>14}  what breaks",
     ]
     lines += [_way_line(way) for way in found.ways]
-    lines += ["", f"{'from':>8}{'requests/s':>12}" + "".join(map(_head, found.ways))]
+    names = "".join(f"{way.name:>16}" for way in found.ways)
+    lines += ["", f"{'from':>8}{'requests/s':>12}{names}"]
     for each in zip(*(way.stretches for way in found.ways), strict=True):
         cells = "".join(f"{one.replicas:>8g}{one.slo_attainment_ratio:>8.1%}" for one in each)
         lines.append(f"{_instant(each[0].start_s):>8}{short(each[0].offered_per_s):>12}{cells}")
@@ -261,10 +265,6 @@ def _fleet_lines(found: FleetPlan) -> list[str]:
 
 def _count(replicas: int | None, most: int) -> str:
     return f"more than {most}" if replicas is None else f"{replicas}"
-
-
-def _head(way: Way) -> str:
-    return f"{way.name:>16}"
 
 
 def _way_line(way: Way) -> str:
