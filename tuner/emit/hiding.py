@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -143,7 +143,8 @@ def _read(node: Any, found: Secrets, *, named: bool) -> None:  # noqa: ANN401 - 
         for item in node:
             _read(item, found, named=named)
     elif isinstance(node, str | int | float) and not isinstance(node, bool):
-        _note([str(node)] if named else [], found)
+        if named:
+            _note([str(node)], found)
         if isinstance(node, str):
             _read_text(node, found)
 
@@ -181,7 +182,7 @@ def _read_text(text: str, found: Secrets) -> None:
     found.has_others = found.has_others or _shows_others(text)
 
 
-def _note(values: Sequence[str] | Iterator[str], found: Secrets) -> None:
+def _note(values: Iterable[str], found: Secrets) -> None:
     """Note values that are secrets themselves."""
     for value in map(_bare, values):
         if value.lower() not in _NO_VALUES and _REFERENCE.sub("", value).strip("'\"\\ "):

@@ -251,8 +251,7 @@ def _library(text: str, indents: tuple[int, int, int]) -> YAML:
     yaml.preserve_quotes = True
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]  # takes a bool
     first = next((s for s in map(str.strip, text.split("\n")) if s and s[0] != "#"), "")
-    has_marker = first == "---" or first.startswith("--- ")
-    yaml.explicit_start = has_marker
+    yaml.explicit_start = first == "---" or first.startswith("--- ")
     return yaml
 
 

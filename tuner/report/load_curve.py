@@ -15,10 +15,12 @@ from tuner.report.parts import (
     Section,
     axis,
     layout,
+    note,
     scatter,
     seconds_axis,
     stacked,
     upright,
+    y_axis,
 )
 from tuner.report.words import listed, metric_name, quantity, sentence, times
 from tuner.run.loads.surface import Reached, Surface
@@ -82,16 +84,15 @@ def _plot(surface: Surface, lines: Sequence[_Line], loads: Sequence[float]) -> P
     latencies = (f"e2e_{surface.tail}", f"ttft_{surface.tail}")
     panels = (*latencies, RATE)
     traces: list[dict[str, Any]] = []
-    more: dict[str, Any] = {}
-    for i, (metric, domain) in enumerate(zip(panels, stacked(3), strict=True), start=1):
-        name = "" if i == 1 else str(i)
-        traces += [_curve(line, loads, metric, f"y{name}", is_named=i == 1) for line in lines]
+    axes = []
+    for i, metric in enumerate(panels):
+        traces += [_curve(line, loads, metric, y_axis(i), is_named=i == 0) for line in lines]
         known = [
             v for line in lines for r in line.reached if (v := r.value(metric)) is not None
         ]
         title = metric_name(metric)
         made = axis(title, rangemode="tozero") if metric == RATE else seconds_axis(title, known)
-        more[f"yaxis{name}"] = {**made, "domain": domain}
+        axes.append(made)
     traces.append(_offered(lines[0], loads))
     shapes, notes = _marks(lines, loads)
     across = axis("load, as a multiple of the recorded one", anchor="y3", **_ticks(loads))
@@ -100,7 +101,7 @@ def _plot(surface: Surface, lines: Sequence[_Line], loads: Sequence[float]) -> P
         f"{metric_name(latencies[0])}, {metric_name(latencies[1])} and requests/s by load",
         _text(lines, loads, (latencies[0], RATE)),
         traces,
-        layout(xaxis=across, shapes=shapes, annotations=notes, **more),
+        layout(xaxis=across, shapes=shapes, annotations=notes, **stacked(axes)),
         height_px=600,
     )
 
@@ -161,22 +162,12 @@ def _marks(
     for line in lines:
         for at, faults in _ends(line).items():
             side = -1 if loads[at] > middle else 1
-            note = {
-                "x": loads[at],
-                "xref": "x",
-                "xanchor": "right" if side < 0 else "left",
-                "xshift": 6 * side,
-                "y": 1,
-                "yref": "paper",
-                "yanchor": "top",
-                # One below the other, so that they do not cover each other.
-                "yshift": -16 * len(shapes),
-                "text": f"{line.short}: {', '.join(faults)}",
-                "showarrow": False,
-                "font": {"size": 12},
-            }
+            beside = {"xanchor": "right" if side < 0 else "left", "xshift": 6 * side}
+            # One below the other, so that they do not cover each other.
+            below = {"yanchor": "top", "yshift": -16 * len(shapes)}
+            text = f"{line.short}: {', '.join(faults)}"
+            notes.append(note(loads[at], text, font={"size": 12}, **beside, **below))
             shapes.append(upright(loads[at], line.colour, "dot"))
-            notes.append(note)
     return shapes, notes
 
 

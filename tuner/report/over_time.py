@@ -22,6 +22,7 @@ from tuner.report.parts import (
     layout,
     scatter,
     stacked,
+    y_axis,
 )
 from tuner.report.run_files import RunFiles
 from tuner.report.words import counted, limits_words, percent, plain, times
@@ -165,14 +166,13 @@ def _plot(name: str, replay: ReplayTimelines, tops: Sequence[float], longest_s: 
     """Return the picture of a replay, on scales that reach the tops and the longest replay."""
     spans_s = _spans_s(replay)
     traces = [_line(line, spans_s) for line in _series(replay.windows)]
-    domains = stacked(len(_PANELS))
-    axes: dict[str, Any] = {}
-    for i, domain in enumerate(domains):
+    made = []
+    for panel, top in zip(_PANELS, tops, strict=True):
         # A level that is zero throughout still needs an axis of some height.
-        top = 1.05 * tops[i] or 1.0
-        form = ".0%" if _PANELS[i] == "KV cache used" and tops[i] >= 0.1 else None
-        made = axis(_PANELS[i], range=[0, top], domain=list(domain), tickformat=form, nticks=4)
-        axes[f"yaxis{'' if i == 0 else i + 1}"] = made
+        room = [0, 1.05 * top or 1.0]
+        form = ".0%" if panel == "KV cache used" and top >= 0.1 else None
+        made.append(axis(panel, range=room, tickformat=form, nticks=4))
+    axes = stacked(made)
     limits = replay.limits
     how = "predicted" if replay.engine == "shadow" else "measured"
     return Plot(
@@ -182,7 +182,7 @@ def _plot(name: str, replay: ReplayTimelines, tops: Sequence[float], longest_s: 
         traces,
         layout(
             xaxis=axis("seconds of the replay", anchor="y4", range=[0, longest_s]),
-            legend={**LEGEND, "y": domains[1][1]},
+            legend={**LEGEND, "y": axes["yaxis2"]["domain"][1]},
             **axes,
         ),
         height_px=620,
@@ -204,7 +204,7 @@ def _line(line: _Series, spans_s: Sequence[float]) -> dict[str, Any]:
         times,
         values,
         name=line.name,
-        yaxis="y" if line.panel == 0 else f"y{line.panel + 1}",
+        yaxis=y_axis(line.panel),
         line={"color": line.colour, "width": 1.5, "dash": line.dash, "shape": "hv"},
         hovertemplate=f"%{{y:.3g}} {line.name} at %{{x:.4g}} s<extra></extra>",
         connectgaps=False,

@@ -6,7 +6,7 @@ Plain values without markup: text is escaped where it becomes HTML, in the templ
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, TypeVar
@@ -216,15 +216,30 @@ def scatter(
     return {"type": "scatter", "mode": mode, "x": list(x), "y": list(y), **more}
 
 
-def stacked(panels: int) -> list[tuple[float, float]]:
-    """Return where the panels of a stack stand, the first on top, as shares of the height.
+def y_axis(panel: int) -> str:
+    """Return what traces call the axis of a panel, counted from 0: y, y2, y3 and so on."""
+    return "y" if panel == 0 else f"y{panel + 1}"
 
-    >>> stacked(1)
-    [(0.0, 1.0)]
+
+def stacked(axes: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the axes of panels in a stack, the first on top, by their names in a layout.
+
+    >>> stacked([{"nticks": 4}])
+    {'yaxis': {'nticks': 4, 'domain': (0.0, 1.0)}}
     """
-    each = (1 - _GAP * (panels - 1)) / panels
-    tops = [1 - i * (each + _GAP) for i in range(panels)]
-    return [(max(0.0, round(top - each, 6)), round(top, 6)) for top in tops]
+    each = (1 - _GAP * (len(axes) - 1)) / len(axes)
+    made = {}
+    for i, own in enumerate(axes):
+        top = 1 - i * (each + _GAP)
+        domain = (max(0.0, round(top - each, 6)), round(top, 6))
+        made[y_axis(i).replace("y", "yaxis")] = {**own, "domain": domain}
+    return made
+
+
+def note(x: float, text: str, **more: Any) -> dict[str, Any]:  # noqa: ANN401 - as layout
+    """Return words at the top of all panels."""
+    place = {"x": x, "xref": "x", "y": 1, "yref": "paper"}
+    return {**place, "text": text, "showarrow": False, **more}
 
 
 def upright(x: float, colour: str, dash: str) -> dict[str, Any]:

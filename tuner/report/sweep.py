@@ -18,10 +18,12 @@ from tuner.report.parts import (
     Section,
     axis,
     layout,
+    note,
     scatter,
     seconds_axis,
     stacked,
     upright,
+    y_axis,
 )
 from tuner.report.points import Point, loads_words, ranked_points, shadow_points, with_values
 from tuner.report.run_files import RunFiles
@@ -188,17 +190,15 @@ def _plot(run: RunFiles, points: Sequence[Point], latency: str, stop: Stop) -> P
     caps = [p.limits.max_num_seqs for p in points]
     places = [math.log2(cap) for cap in caps]
     traces = []
-    more: dict[str, Any] = {}
-    panels = zip((DECODE, latency, USAGE), stacked(3), strict=True)
-    for i, (metric, domain) in enumerate(panels, start=1):
+    axes = []
+    for i, metric in enumerate((DECODE, latency, USAGE)):
         values = [p.value(metric) for p in points]
-        name = "" if i == 1 else str(i)
         made = axis(USAGE, rangemode="tozero")
         if metric != USAGE:
             known = [v for v in values if v is not None]
             made = seconds_axis(metric_name(metric), known)
-        more[f"yaxis{name}"] = {**made, "domain": domain}
-        traces.append(_curve(points, places, values, f"y{name}", metric))
+        axes.append(made)
+        traces.append(_curve(points, places, values, y_axis(i), metric))
     named = _named(run, stop)
     lines, notes = _marks(named)
     return Plot(
@@ -211,7 +211,7 @@ def _plot(run: RunFiles, points: Sequence[Point], latency: str, stop: Stop) -> P
             shapes=lines,
             annotations=notes,
             showlegend=False,
-            **more,
+            **stacked(axes),
         ),
         height_px=620,
     )
@@ -275,17 +275,9 @@ def _marks(
         lines.append(upright(math.log2(cap), colour, dash))
         # At the ends a name stands inside, or the edge would cut it.
         side = {min(named): "left", max(named): "right"}.get(cap, "center")
-        place = {
-            "x": math.log2(cap),
-            "xanchor": side,
-            "y": 1,
-            "xref": "x",
-            "yref": "paper",
-            "yanchor": "bottom",
-        }
-        text = f"{' and '.join(names)} {cap}"
         # Neighbouring names stand at different heights, so that they do not cover each other.
-        notes.append({**place, "text": text, "showarrow": False, "yshift": 13 * level})
+        place = {"xanchor": side, "yanchor": "bottom", "yshift": 13 * level}
+        notes.append(note(math.log2(cap), f"{' and '.join(names)} {cap}", **place))
     return lines, notes
 
 
