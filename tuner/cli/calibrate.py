@@ -46,8 +46,8 @@ class CalibrateOptions:
     traffic: TrafficOptions
     steps: tuple[Path, ...]
     as_json: bool
-    anchor: Anchor | None = None
-    prometheus: PrometheusOptions | None = None
+    anchor: Anchor | None
+    prometheus: PrometheusOptions | None
 
     def __post_init__(self) -> None:
         """Refuse what would not be compared like with like."""

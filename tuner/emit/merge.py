@@ -53,7 +53,7 @@ class Merged:
     before: str
     after: str
     secrets: Secrets
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
 
     @property
     def diff(self) -> str:

@@ -29,7 +29,7 @@ class Patched:
     """The text of a patch, with notes on it."""
 
     text: str
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
 
 
 def patch(

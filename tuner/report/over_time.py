@@ -39,18 +39,18 @@ _GAP = 1.05
 def over_time(run: RunFiles) -> Section:
     """Return the timelines of the current configuration and of the one that is recommended."""
     nearest = run.result.nearest
-    other = (run.shown_as, run.shown) if nearest is None else ("nearest", nearest.limits)
-    wanted = [("current", run.current)]
-    if other[1] != run.current:
-        wanted.insert(0, other)
-    replays = [(name, replay) for name, limits in wanted if (replay := _replay(run, limits))]
+    name, limits = (run.shown_as, run.shown) if nearest is None else ("nearest", nearest.limits)
+    found = {} if limits == run.current else {name: _replay(run, limits)}
+    found["current"] = _replay(run, run.current)
+    replays = {name: replay for name, replay in found.items() if replay is not None}
     if not replays:
         return Section("over-time", TITLE, ("This run kept no timelines of its replays.",))
-    tops = _tops([replay for _, replay in replays])
-    longest_s = max(_length_s(_spans_s(replay)) for _, replay in replays)
-    plots = tuple(_plot(name, replay, tops, longest_s) for name, replay in replays)
-    sentences = _sentences(run, [replay for _, replay in replays])
-    missing = [name for name, limits in wanted if _replay(run, limits) is None]
+    drawn = list(replays.values())
+    tops = _tops(drawn)
+    longest_s = max(_length_s(_spans_s(replay)) for replay in drawn)
+    plots = tuple(_plot(name, replay, tops, longest_s) for name, replay in replays.items())
+    sentences = _sentences(run, drawn)
+    missing = found.keys() - replays
     sentences.extend(f"No timeline of the {name} configuration was kept." for name in missing)
     return Section("over-time", TITLE, tuple(sentences), plots=plots)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -63,7 +63,7 @@ class RunFiles:
     result: RunResult
     timelines: tuple[ReplayTimelines, ...]
     predicted_same_requests: bool
-    strategies: Mapping[str, Sequence[SavedStrategy]] = field(default_factory=dict)
+    strategies: Mapping[str, Sequence[SavedStrategy]]
 
     @property
     def current(self) -> EngineLimits:

@@ -148,16 +148,16 @@ def rung_points(run: RunFiles) -> list[Point]:
     """
     result, budget = run.result, run.current.max_num_batched_tokens
     caps = {o.limits.max_num_seqs for o in rungs_of(run)} | set(result.ladder)
-    kinds = [ranked_points(result), shadow_points(result)]
-    trials = [list(ranked(result.trials)), predictions(result.trials)]
+    searched, foretold = list(ranked(result.trials)), predictions(result.trials)
+    ranking, predicted = ranked_points(result), shadow_points(result)
     along = []
     for cap in sorted({run.current.max_num_seqs, *caps}):
         limits = EngineLimits(cap, max(budget, cap))
-        made = (
-            _twin(limits, points, observations)
-            for points, observations in zip(kinds, trials, strict=True)
+        point = (
+            _twin(limits, ranking, searched)
+            or _twin(limits, predicted, foretold)
+            or _cut(limits, searched)
         )
-        point = next((p for p in made if p is not None), None) or _cut(limits, trials[0])
         if point is not None:
             along.append(point)
     return along

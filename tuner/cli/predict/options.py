@@ -45,7 +45,7 @@ class LoadsOptions:
     slos: tuple[Slo, ...]
     objective: Objective
     ladder: tuple[int, ...]
-    knobs: tuple[str, ...] = ()
+    knobs: tuple[str, ...]
 
     @classmethod
     def parse(cls, params: Params) -> Self:
