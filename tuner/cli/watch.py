@@ -226,13 +226,12 @@ def _take_up(store: StateDir, path: Path) -> None:
     state, damage = store.load()
     if damage:
         say(damage)
-    folder = folder_of_run(path)
-    profile = folder / PROFILE_FILE if folder.is_dir() else path
-    sha256 = hashlib.sha256(profile.read_bytes()).hexdigest()
-    if damage:
         last = replace(state.last, error=damage, error_s=time.time())
         counts = replace(state.counts, errors=state.counts.errors + 1)
         state = replace(state, last=last, counts=counts)
+    folder = folder_of_run(path)
+    profile = folder / PROFILE_FILE if folder.is_dir() else path
+    sha256 = hashlib.sha256(profile.read_bytes()).hexdigest()
     store.state = state.for_profile(sha256)
 
 

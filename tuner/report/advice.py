@@ -46,7 +46,7 @@ def _row(one: VariantFinding, keys: list[str], *, has_price: bool) -> tuple[Cell
         Cell(one.name),
         Cell(settings_text(one.settings) if one.settings else NOTHING),
         Cell(limits, mark="failed" if one.limits is None else ""),
-        Cell(gain_words, gain),
+        Cell(gain_words),
         number(one.p_better, "{:.2f}".format),
         *(number(one.latencies_s.get(key), seconds) for key in keys),
         number(one.capacity_per_s, short),

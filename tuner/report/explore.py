@@ -292,9 +292,8 @@ def _map_table(explored: Explored, level: dict[str, Any]) -> Table:
 def _map_cell(cell: dict[str, Any]) -> Cell:
     figures, state = cell["figures"], cell["figures"][-1]
     unseen = "" if state == HOLDS else f", {state}"
-    return Cell(
-        figures[0], None, cell["mark"], cell["heats"][0], note=cell["note"], unseen=unseen
-    )
+    mark, heat, note = cell["mark"], cell["heats"][0], cell["note"]
+    return Cell(figures[0], mark=mark, heat=heat, note=note, unseen=unseen)
 
 
 def _figures_table(explored: Explored) -> Table:

@@ -95,7 +95,7 @@ def _map(run: RunFiles, observations: list[Observation]) -> Table:
     rows = []
     for budget in budgets:
         cells = (_cell(run, observations, values, heats, cap, budget) for cap in caps)
-        rows.append((Cell(f"{budget:,}", budget), *cells))
+        rows.append((Cell(f"{budget:,}"), *cells))
     heads = ("max_num_batched_tokens", *(f"{cap}" for cap in caps))
     caption = "Rows: max_num_batched_tokens. Columns: max_num_seqs."
     return Table("knobs-map", caption, heads, tuple(rows), kind="map")
@@ -139,7 +139,7 @@ def _cell(
     tier = "" if observation.score.tier is Tier.GOOD else str(observation.score.tier)[2:]
     phrase = ", ".join(part for part in (text, tier) if part)
     mark = "marked" if marks else "failed" if not observation.is_whole else ""
-    return Cell(f"{phrase}{marks}", observation.score.value, mark, heats.get(limits))
+    return Cell(f"{phrase}{marks}", mark=mark, heat=heats.get(limits))
 
 
 def _marks(run: RunFiles, limits: EngineLimits) -> str:
