@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tuner.cli.console import say, showable
-from tuner.emit.comments import with_keys
+from tuner.emit.comments import beside_gain, with_keys
 from tuner.engine.limits import EngineLimits
 from tuner.replay.loop import Progress
 from tuner.report.summary import gain_words
@@ -241,20 +241,8 @@ def show_outcome(outcome: RunResult, written_to: str) -> None:
     say("")
     if outcome.recommendation is not None:
         _show_advice(outcome, outcome.recommendation)
-    if outcome.load:
-        say(outcome.load)
-    say(outcome.kv)
-    say(f"limited by: {outcome.limited_by}")
-    for point in outcome.starting_points:
-        say(point.text)
-    for line in outcome.knobs.below if outcome.knobs is not None else ():
+    for line in beside_gain(outcome):
         say(line)
-    for line in outcome.variants.lines if outcome.variants is not None else ():
-        say(line)
-    if outcome.capacity is not None:
-        say(f"capacity at the SLOs: {outcome.capacity.text}")
-    for caveat in outcome.caveats:
-        say(f"caveat: {caveat.text}")
     stages = outcome.provenance.stages_s
     if stages:
         say("time: " + ", ".join(f"{name} {took_s:.0f} s" for name, took_s in stages.items()))

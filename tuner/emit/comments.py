@@ -48,9 +48,7 @@ def comments(result: RunResult, advice: Advice, run_dir: str) -> list[str]:
     lines.append(_decided(result, advice))
     if advice.odds is not None:
         lines.append(advice.odds.text)
-    lines = [*filter(None, [*lines, result.load, result.kv])]
-    lines.append(f"limited by: {result.limited_by}")
-    return [*lines, *_beside(result), f"evidence: {run_dir}"]
+    return [*filter(None, lines), *beside_gain(result), f"evidence: {run_dir}"]
 
 
 def with_keys(limits: EngineLimits) -> str:
@@ -87,9 +85,11 @@ def _on(trace: TraceRecord) -> str:
     )
 
 
-def _beside(result: RunResult) -> list[str]:
-    """Return what is said beside the gain: starting points, knobs, capacity and caveats."""
-    lines = [point.text for point in result.starting_points]
+def beside_gain(result: RunResult) -> list[str]:
+    """Return what is told of a run beside the gain, from how busy the engine was to caveats."""
+    lines = [result.load] if result.load else []
+    lines += [result.kv, f"limited by: {result.limited_by}"]
+    lines += [point.text for point in result.starting_points]
     lines += [] if result.knobs is None else result.knobs.below
     lines += [] if result.variants is None else result.variants.lines
     if result.capacity is not None:
