@@ -41,11 +41,10 @@ def _leave(*_: object) -> NoReturn:
 
 def hear_endings() -> None:
     """Let Ctrl-C, SIGTERM and a terminal that is gone interrupt; the last not under nohup."""
-    for kind in _ENDING:
-        if kind is not signal.SIGHUP:
-            signal.signal(kind, signal.default_int_handler)
-        elif signal.getsignal(kind) is not signal.SIG_IGN:
-            signal.signal(kind, _hung_up)
+    for kind in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(kind, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, _hung_up)
 
 
 def _hung_up(kind: int, frame: FrameType | None) -> None:

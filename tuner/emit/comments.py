@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 from tuner.engine.limits import EngineLimits
 from tuner.engine.serve_config import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
@@ -35,7 +34,8 @@ def comments(result: RunResult, advice: Advice, run_dir: str) -> list[str]:
     rows = [f"  {row.text}" for row in decisive_first]
     knobs = result.knobs
     if knobs is not None and knobs.is_deployed:
-        lines += [knobs.together, set_beside(knobs.deployed), "the limits alone:"]
+        keys = ", ".join(knobs.deployed)
+        lines += [knobs.together, f"{SET_BESIDE}{keys}", "the limits alone:"]
     if advice.is_change:
         lines += [f"why: {advice.for_bounds}"] if advice.for_bounds else []
         lines += [f"against the current {before}{result.at_which_load}:", *rows]
@@ -95,11 +95,6 @@ def beside_gain(result: RunResult) -> list[str]:
     if result.capacity is not None:
         lines.append(f"capacity at the SLOs: {result.capacity.text}")
     return [*lines, *(f"caveat: {caveat.text}" for caveat in result.caveats)]
-
-
-def set_beside(settings: Mapping[str, Any]) -> str:
-    """Return the comment that names the keys that are set beside the limits."""
-    return f"{SET_BESIDE}{', '.join(settings)}" if settings else ""
 
 
 def _how(result: RunResult, advice: Advice) -> str:
