@@ -20,12 +20,13 @@ from tuner.cli.console import say, showable
 from tuner.emit.comments import beside_gain, with_keys
 from tuner.engine.limits import EngineLimits
 from tuner.replay.loop import Progress
+from tuner.report.points import value_of
 from tuner.report.summary import gain_words
 from tuner.run.listener import Listener, clock_text
 from tuner.run.records import Advice
 from tuner.run.result import RunResult
-from tuner.search.objective import Tier, moved, named
-from tuner.search.trials import Phase, Trial, decisive, leader
+from tuner.search.objective import RATE, Tier, moved, named
+from tuner.search.trials import Phase, Trial, decisive, leader, read_metric
 
 _TIER_STYLES = {
     Tier.GOOD: "green",
@@ -211,20 +212,19 @@ def _line(text: str) -> Text:
 def _cells(trial: Trial) -> list[str]:
     """Return a trial as words of fixed width."""
     m = trial.measurement or {}
-    e2e, tpot = m.get("e2e_s") or {}, m.get("tpot_s") or {}
-    usage = m.get("gpu_cache_usage_perc") or {}
-    rate = m.get("requests_per_s")
+    p50, p95, tpot = (read_metric(m, name) for name in ("e2e_p50", "e2e_p95", "tpot_p50"))
+    rate, usage = read_metric(m, RATE), value_of(m, "gpu_cache_usage_perc")
     state = trial.tier[2:]
     why = trial.cause or trial.cut_reason
     return [
         f"{trial.number:>3}",
         f"{trial.phase:<7}",
         f"{trial.limits!s:>10}",
-        f"{_seconds(e2e.get('p50')):>9}",
-        f"{_seconds(e2e.get('p95')):>9}",
-        f"{_seconds(tpot.get('p50')):>8}",
+        f"{_seconds(p50):>9}",
+        f"{_seconds(p95):>9}",
+        f"{_seconds(tpot):>8}",
         f"{rate:6.2f}/s" if rate is not None else "       -",
-        f"{usage['max']:.2f}" if usage.get("max") is not None else "   -",
+        f"{usage:.2f}" if usage is not None else "   -",
         f"{state}{': ' + why if why else ''}",
     ]
 

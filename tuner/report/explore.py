@@ -15,6 +15,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.report.load_curve import load_curve
 from tuner.report.page import page_of
 from tuner.report.parts import Cell, Explorer, Section, Table, heats, number
+from tuner.report.points import value_of
 from tuner.report.words import (
     counted,
     limits_words,
@@ -260,13 +261,11 @@ def _best_as(at: AtLoad) -> str:
 def _figures(reached: Reached, metrics: Sequence[str]) -> list[Cell]:
     """Return all figures of a setting: the metrics, the others, and whether it holds."""
     found = reached.figures or {}
-    usage = (found.get("kv_cache_usage_perc") or {}).get("max")
-    waiting = (found.get("queue_depth") or {}).get("mean")
     return [
         *(number(reached.value(metric), partial(quantity, metric)) for metric in metrics),
         number(found.get("utilisation"), percent),
-        number(usage, percent),
-        number(waiting, plain),
+        number(value_of(found, "gpu_cache_usage_perc"), percent),
+        number(value_of(found, "queue_depth"), plain),
         number(found.get("preemptions"), "{:,}".format),
         number(found.get("completed"), "{:,}".format),
         Cell(reached.fault or HOLDS, reached.fault),
