@@ -337,8 +337,8 @@ def test_what_the_simulator_does_not_know_of_a_scheduler_is_named(
     assert "vLLM" in refused.value.hint
 
 
-FULL = {"kind": "FullAttentionSpec", "block_size": 4}
-WINDOW = {"kind": "SlidingWindowSpec", "block_size": 4, "sliding_window": 8}
+FULL: KvGroup = {"kind": "FullAttentionSpec", "block_size": 4}
+WINDOW: KvGroup = {"kind": "SlidingWindowSpec", "block_size": 4, "sliding_window": 8}
 
 
 def with_groups(*groups: KvGroup, **more: Any) -> EngineShape:

@@ -101,7 +101,8 @@ def _groups(rng: np.random.Generator, block: int) -> dict[str, Any]:
         }
         for looks in looks_back
     )
-    return {"kv_kind": " and ".join(g["kind"] for g in groups), "kv_groups": groups}
+    kinds = " and ".join(str(group["kind"]) for group in groups)
+    return {"kv_kind": kinds, "kv_groups": groups}
 
 
 def _gate(rng: np.random.Generator) -> GateLimits:

@@ -77,7 +77,7 @@ def _gain(run: RunFiles) -> list[str]:
     if advice is None:
         return _broken(result)
     gain = gain_words(advice)
-    how_sure = [] if advice.odds is None else [advice.odds.text]
+    how_sure = [advice.odds.text] if advice.odds and advice.odds.text else []
     if advice.is_change:
         against = f"against the current {limits_words(run.current)}"
         found = "best so far" if advice.why == UNFINISHED else "better"
