@@ -19,6 +19,9 @@ from tuner.shadow.step_model import NO_HOST, Factors, Host, StepModel
 from tuner.traffic.prefixes import HashIds
 from tuner.traffic.traces import LoadModel, Trace, Turns
 
+# The option by which a request is let in when the cache holds all of it.
+RESERVES = "scheduler_reserve_full_isl"
+
 # The lengths of a case are drawn below this, so that every model that stands in has room.
 LONGEST = 512
 
@@ -57,11 +60,13 @@ def random_case(
     blocks = int(rng.choice([enough, scarce, scarce]))
     if shape.scheduler["watermark"]:
         blocks = max(blocks, 2 * least)
-    wins = np.random.default_rng([seed, 5])
-    if wins.random() < 0.25 if has_windows is None else has_windows:
-        shape = replace(shape, **_groups(wins, block))
-        # Each holds a block where one group held it.
-        blocks = (blocks - 2) * len(shape.kv_groups) + 2
+    apart = np.random.default_rng([seed, 5])
+    if apart.random() < 0.25 if has_windows is None else has_windows:
+        shape = replace(shape, **_groups(apart, block))
+        is_scarce = blocks < enough
+        blocks = (enough - 2) * len(shape.kv_groups) + 2
+        if is_scarce:
+            blocks = _scarce(apart, shape, ceiling if shape.scheduler[RESERVES] else limits)
     model, plan = _model(rng), _plan(rng, trace)
     if rng.random() < 0.2:
         lead_in_s = float(rng.uniform(0, trace.due_s[-1]))
@@ -103,6 +108,14 @@ def _groups(rng: np.random.Generator, block: int) -> dict[str, Any]:
     )
     kinds = " and ".join(str(group["kind"]) for group in groups)
     return {"kv_kind": kinds, "kv_groups": groups}
+
+
+def _scarce(rng: np.random.Generator, shape: EngineShape, limits: EngineLimits) -> int:
+    """Return blocks of which a few requests hold all, with all tokens on their way."""
+    longest, in_flight = np.array([shape.max_model_len]), 2 * limits.max_num_batched_tokens
+    least = int(shape.held_blocks(longest, in_flight)[0]) + 2
+    more = 2 if shape.scheduler["watermark"] else 1
+    return more * least + int(rng.integers(0, 1 + least))
 
 
 def _gate(rng: np.random.Generator) -> GateLimits:
@@ -196,7 +209,7 @@ def _shape(rng: np.random.Generator, block: int, max_len: int) -> EngineShape:
             "enable_chunked_prefill": chunks,
             "long_prefill_token_threshold": min(threshold, max_len),
             "long_prefill_token_threshold_adaptive": bool(threshold and rng.random() < 0.4),
-            "scheduler_reserve_full_isl": bool(rng.random() < 0.5),
+            RESERVES: bool(rng.random() < 0.5),
             "watermark": 0.05 if rng.random() < 0.2 else 0.0,
         },
     )
