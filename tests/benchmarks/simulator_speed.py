@@ -4,7 +4,7 @@
         [--fleet] [--before CHECKOUT] [-o results.json]
 
 TRACE is repeated until it lasts an hour, prompts are cut at 6,000 tokens, limits are 32/2048.
-Steps take a fixed time. --shared names a trace with hash ids, which is replayed as it is, in
+Steps take a fixed time. With "windows" half of the layers look back 128 tokens. --shared names a trace with hash ids, which is replayed as it is, in
 blocks of 16 tokens. "preempted" has blocks for a third of what is in use at most. --week adds
 27 million requests in one replay, --fleet a day of sixteen times the hour's traffic on sixteen
 replicas behind each router that needs no hash ids. "reference" is vLLM's own scheduler asked at
@@ -90,7 +90,12 @@ class Variant:
 
 
 def engine_of(
-    step_s: float, *, asynchronous: bool = False, caches: bool = False, blocks: int = BLOCKS
+    step_s: float,
+    *,
+    asynchronous: bool = False,
+    caches: bool = False,
+    blocks: int = BLOCKS,
+    windows: bool = False,
 ) -> SimulatedEngine:
     """Return an engine whose every batch takes the same time."""
     shape = EngineShape(
@@ -108,6 +113,11 @@ def engine_of(
         captured_sizes=(),
         scheduler={"scheduler_reserve_full_isl": False},
     )
+    if windows:
+        all_seen = {"kind": "FullAttentionSpec", "block_size": 16}
+        window = {"kind": "SlidingWindowSpec", "block_size": 16, "sliding_window": 128}
+        kind, blocks = "SlidingWindowSpec and FullAttentionSpec", 2 * blocks
+        shape = replace(shape, kv_kind=kind, kv_groups=(window, all_seen))
     return SimulatedEngine(shape, blocks, StepModel.linear(step_s, 0.0, 0.0), LIMITS)
 
 
@@ -133,6 +143,9 @@ def variants_of(args: argparse.Namespace) -> dict[str, Variant]:
             name = f"{step_s * 1e3:.0f} ms{', asynchronous' if asynchronous else ''}"
             engine = engine_of(step_s, asynchronous=asynchronous)
             found[name] = Variant(hour, engine)
+    for asynchronous in (False, True):
+        name = f"20 ms, windows{', asynchronous' if asynchronous else ''}"
+        found[name] = Variant(hour, engine_of(0.020, asynchronous=asynchronous, windows=True))
     full = simulate(engine_of(0.020), hour, LIMITS, PLAN).steps.peaks["kv_usage_ratio"]
     longest = int((hour.trace.prompt_tokens + hour.trace.output_tokens).max()) // 16 + 2
     few = max(longest, int(full * BLOCKS / 3))
@@ -144,8 +157,10 @@ def variants_of(args: argparse.Namespace) -> dict[str, Variant]:
         shared = PreparedTrace(read_trace(Path(args.shared), None, ReadOptions()), PLAN)
         for asynchronous in (False, True):
             name = f"prefix cache{', asynchronous' if asynchronous else ''}"
-            engine = engine_of(0.020, asynchronous=asynchronous, caches=True)
-            found[name] = Variant(shared, engine, counts_prompts=True)
+            for ending, windows in (("", False), (", windows", True)):
+                kinds = {"asynchronous": asynchronous, "caches": True, "windows": windows}
+                variant = Variant(shared, engine_of(0.020, **kinds), counts_prompts=True)
+                found[name + ending] = variant
     return found
 
 
