@@ -4,12 +4,13 @@
         [--fleet] [--before CHECKOUT] [-o results.json]
 
 TRACE is repeated until it lasts an hour, prompts are cut at 6,000 tokens, limits are 32/2048.
-Steps take a fixed time. With "windows" half of the layers look back 128 tokens. --shared names a trace with hash ids, which is replayed as it is, in
-blocks of 16 tokens. "preempted" has blocks for a third of what is in use at most. --week adds
-27 million requests in one replay, --fleet a day of sixteen times the hour's traffic on sixteen
-replicas behind each router that needs no hash ids. "reference" is vLLM's own scheduler asked at
-every step, for ten seconds, where vLLM is installed. All variants run in turns in one process;
-the time is that of the processor, of the replay alone and with its metrics.
+Steps take a fixed time. With "windows" half of the layers look back 128 tokens. --shared names
+a trace with hash ids, which is replayed as it is, in blocks of 16 tokens. "preempted" has blocks
+for a third of what is in use at most. --week adds 27 million requests in one replay, --fleet a
+day of sixteen times the hour's traffic on sixteen replicas behind each router that needs no hash
+ids. "reference" is vLLM's own scheduler asked at every step, for ten seconds, where vLLM is
+installed. All variants run in turns in one process; the time is that of the processor, of the
+replay alone and with its metrics.
 
 --before names a checkout of the shadow that leapt with vLLM's Python scheduler (git worktree
 add CHECKOUT a6405e2), which replays the same hour in turns with this one, of which the middle
@@ -39,7 +40,7 @@ from typing import Any
 import numpy as np
 
 from tuner.engine.limits import EngineLimits
-from tuner.engine.shape import EngineShape
+from tuner.engine.shape import EngineShape, KvGroup
 from tuner.replay.loop import ReplayLog, replay
 from tuner.replay.metrics import measure
 from tuner.replay.plan import CutRule, ReplayPlan
@@ -114,8 +115,8 @@ def engine_of(
         scheduler={"scheduler_reserve_full_isl": False},
     )
     if windows:
-        all_seen = {"kind": "FullAttentionSpec", "block_size": 16}
-        window = {"kind": "SlidingWindowSpec", "block_size": 16, "sliding_window": 128}
+        all_seen: KvGroup = {"kind": "FullAttentionSpec", "block_size": 16}
+        window: KvGroup = {"kind": "SlidingWindowSpec", "block_size": 16, "sliding_window": 128}
         kind, blocks = "SlidingWindowSpec and FullAttentionSpec", 2 * blocks
         shape = replace(shape, kv_kind=kind, kv_groups=(window, all_seen))
     return SimulatedEngine(shape, blocks, StepModel.linear(step_s, 0.0, 0.0), LIMITS)
