@@ -5,12 +5,12 @@
 
 TRACE is repeated until it lasts an hour, prompts are cut at 6,000 tokens, limits are 32/2048.
 Steps take a fixed time. With "windows" half of the layers look back 128 tokens. --shared names
-a trace with hash ids, which is replayed as it is, in blocks of 16 tokens. "preempted" has blocks
-for a third of what is in use at most. --week adds 27 million requests in one replay, --fleet a
-day of sixteen times the hour's traffic on sixteen replicas behind each router that needs no hash
-ids. "reference" is vLLM's own scheduler asked at every step, for ten seconds, where vLLM is
-installed. All variants run in turns in one process; the time is that of the processor, of the
-replay alone and with its metrics.
+a trace with hash ids, which is replayed as it is, in blocks of 16 tokens. "preempted" has
+blocks for a third of what is in use at most. --week adds 27 million requests in one replay,
+--fleet a day of sixteen times the hour's traffic on sixteen replicas behind each router that
+needs no hash ids. "reference" is vLLM's own scheduler asked at every step, for ten seconds,
+where vLLM is installed. All variants run in turns in one process; the time is that of the
+processor, of the replay alone and with its metrics.
 
 --before names a checkout of the shadow that leapt with vLLM's Python scheduler (git worktree
 add CHECKOUT a6405e2), which replays the same hour in turns with this one, of which the middle

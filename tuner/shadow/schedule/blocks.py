@@ -180,7 +180,7 @@ def behind_window(g, settled):
     return max(0, settled - g[s.WINDOW] + 1) // g[s.BLOCK]
 
 
-@inlined
+@inner
 def slide(g, sl, kv, slot, settled):
     """Give back what lies behind the window, of so many tokens that no batch reads any more."""
     if g[s.WINDOWED] == 0:

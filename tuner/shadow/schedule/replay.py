@@ -197,7 +197,7 @@ def _decode_on(g, x, w, t, sl, r, h, log, kv, until_s):
     )
     free, blocks, groups = g[s.FREE], g[s.ALL_BLOCKS], g[s.GROUPS]
     used = last_used = float(blocks - free)
-    most_used = 0.0
+    most_used, windowed = 0.0, g[s.WINDOWED] > 0
     attended = g[s.CONTEXT] + n * (step - ahead)
     context = first_context = float(attended)
     spread = spread_of(n, attended, squares_at(g, step - ahead))
@@ -220,7 +220,7 @@ def _decode_on(g, x, w, t, sl, r, h, log, kv, until_s):
             free = g[s.FREE]
         else:
             free -= groups * w[phases + phase]
-            if g[s.WINDOWED]:
+            if windowed:
                 free += overtake(g, w, step)
         used = float(blocks - free)
         if not ahead:
@@ -241,7 +241,8 @@ def _decode_on(g, x, w, t, sl, r, h, log, kv, until_s):
             took_s = (alone_s + (slope_s * context + apart_s)) * factor
             now += took_s
         used_sum += last_used * took_s
-        most_used = max(most_used, last_used)
+        if windowed:
+            most_used = max(most_used, last_used)
         context += n
         phase = phase + 1 if phase + 1 < block else 0
         step += 1
@@ -274,7 +275,7 @@ def _decode_on(g, x, w, t, sl, r, h, log, kv, until_s):
         g[s.RUNNING],
         g[s.WAITING],
         used_sum / took_all_s if took_all_s > 0.0 else last_used,
-        most_used,
+        max(most_used, last_used),
         0,
         0,
     )

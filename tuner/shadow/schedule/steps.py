@@ -403,7 +403,7 @@ def _following(w, sl, first, ran, found):
     return found
 
 
-@inlined
+@inner
 def _let_slide(g, w, sl, r, kv):
     """Let those who decode give back what lies behind their windows, and have their blocks.
 
