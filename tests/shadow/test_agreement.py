@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from support.shadow_parts import RandomTraffic, a_shape
 from support.traffic import a_trace
 from tuner.engine.compat import serve
 from tuner.engine.limits import EngineLimits
+from tuner.engine.shape import KvGroup
 from tuner.engine.steps import StepColumns
 from tuner.replay.loop import ReplayLog
 from tuner.replay.plan import CutRule, ReplayPlan
@@ -56,7 +58,7 @@ def test_a_row_of_like_steps_is_taken_apart() -> None:
     assert steps.decode_context_tokens.tolist() == [0, 10, 12, 14, 16]
     nan = float("nan")
     np.testing.assert_array_equal(steps.end_s, [1, nan, nan, 4, 5])
-    np.testing.assert_array_equal(steps.kv_usage_ratio, [0.25, nan, nan, 0.625, 0.75])
+    np.testing.assert_array_equal(steps.kv_peak_ratio, [0.25, nan, nan, 0.625, 0.75])
     # Also in the midst of a row.
     assert [len(singly(rows, most)) for most in range(7)] == [0, 1, 2, 3, 4, 5, 5]
     assert singly(rows, 3).decode_context_tokens.tolist() == [0, 10, 12]
@@ -117,9 +119,20 @@ def compared(
 
 
 @pytest.mark.engine
+@pytest.mark.parametrize("has_windows", [False, True])
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_the_vllm_at_hand_decides_as_the_simulator_does(*, asynchronous: bool) -> None:
+def test_the_vllm_at_hand_decides_as_the_simulator_does(
+    *, asynchronous: bool, has_windows: bool
+) -> None:
     version, engine = with_vllm(), an_engine(asynchronous=asynchronous)
+    if has_windows:
+        # A decode gives back what others take: the usage falls in the midst of like steps.
+        groups: tuple[KvGroup, ...] = (
+            {"kind": "SlidingWindowSpec", "block_size": 16, "sliding_window": 40},
+            {"kind": "FullAttentionSpec", "block_size": 16},
+        )
+        shape = replace(engine.shape, kv_kind="windows", kv_groups=groups)
+        engine = replace(engine, shape=shape, num_blocks=60)
     trace = RandomTraffic(1, 40, 60.0, 150, 80, families=2).trace()
     plan = ReplayPlan(cut=CutRule(max_clock_s=1e-9))
     found = compared(engine, trace, plan)

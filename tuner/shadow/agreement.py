@@ -38,7 +38,7 @@ _COMPARED: Final = {
     "waiting": "waiting requests",
     "preempted": "preempted requests",
     "cached_tokens": "tokens found in the prefix cache",
-    "kv_usage_ratio": "share of the KV cache in use",
+    "kv_peak_ratio": "share of the KV cache in use",
     "end_s": "seconds at its end",
 }
 
@@ -68,6 +68,7 @@ def compare(
         )
     wanted = reference.steps
     whole = int(found.repeats.sum())
+    wanted = replace(wanted, kv_peak_ratio=_peaks(wanted.kv_usage_ratio, found.repeats))
     steps, departs = first_departure(singly(found, len(wanted)), wanted)
     if not departs and reference.is_whole and whole > len(wanted):
         departs = f"step {len(wanted) + 1}: vLLM has ended"
@@ -89,7 +90,8 @@ def together(found: Sequence[Agreement]) -> Agreement:
 def singly(columns: StepColumns, most: int) -> StepColumns:
     """Return a row for each step, of as many as asked for, where a row stands for like ones.
 
-    The instants of the steps within a row are not kept: theirs are nan, as is the usage.
+    The instants of the steps within a row are not kept: theirs are nan. So is the usage, but
+    for the last, which has the most of its row.
     """
     times = columns.repeats.astype(np.int64)
     rows = int(np.searchsorted(np.cumsum(times), most)) + 1
@@ -100,12 +102,22 @@ def singly(columns: StepColumns, most: int) -> StepColumns:
     picked = {name: getattr(columns, name)[at] for name in StepColumns.__dataclass_fields__}
     picked["decode_context_tokens"] += within * picked["decode_seqs"]
     picked["end_s"] = np.where(is_last, picked["end_s"], np.nan)
-    alone = times[at] == 1
-    picked["kv_usage_ratio"] = np.where(
-        alone, picked["kv_usage_ratio"], np.where(is_last, picked["kv_peak_ratio"], np.nan)
-    )
+    picked["kv_peak_ratio"] = np.where(is_last, picked["kv_peak_ratio"], np.nan)
     picked["repeats"] = np.ones(at.size)
     return StepColumns(**{name: column[:most] for name, column in picked.items()})
+
+
+def _peaks(usage: Floats, repeats: Floats) -> Floats:
+    """Return the most of each row of like steps, which hold so many, in place of its last.
+
+    Shapes: usage and what is returned are [steps], repeats [rows].
+    """
+    ends = np.cumsum(repeats).astype(np.int64)
+    ends = ends[ends <= usage.size]
+    peaks = usage.copy()
+    if ends.size:
+        peaks[ends - 1] = np.maximum.reduceat(usage[: ends[-1]], np.r_[0, ends[:-1]])
+    return peaks
 
 
 def first_departure(found: StepColumns, wanted: StepColumns) -> tuple[int, str]:
