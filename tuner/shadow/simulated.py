@@ -197,9 +197,10 @@ def _go_by_plan(g: NDArray[np.int64], plan: ReplayPlan) -> None:
 
 def _go_by_version(g: NDArray[np.int64], shape: EngineShape) -> None:
     """Set what releases of vLLM decide otherwise."""
-    # Up to 0.30 a threshold also holds for a request that is alone; up to 0.23 all freed blocks
-    # wait in one queue, where later those that no prompt can find are handed out first.
-    g[s.LONE], g[s.KEYLESS_FIRST] = shape.is_since(31), shape.is_since(24)
+    # Up to 0.30 a threshold also holds for a request that is alone; up to 0.22 all freed blocks
+    # wait in one queue, where later those that no prompt can find are handed out first: in 0.23
+    # of layers that look back a window, since then all.
+    g[s.LONE], g[s.KEYLESS_FIRST] = shape.is_since(31), shape.is_since(23) + shape.is_since(24)
     # Under priorities a step of up to 0.27 leaves one out for some that are preempted in it;
     # from 0.33 on who is preempted for its own sake does not end it. From 0.33 on an interval
     # between prompts holds for an engine alone, not only for data-parallel ones.

@@ -201,9 +201,10 @@ def slide(g, sl, kv, slot, settled):
 def _give_back(g, kv, slot, group, begin, end):
     """Let go of a request's blocks of a group, the last first.
 
-    Those without a key wait before all others, or, before KEYLESS_FIRST, like others.
+    Those without a key wait before all others, or, where not KEYLESS_FIRST, like others.
     """
     sentinel = g[s.ALL_BLOCKS]
+    keyless_first = g[s.KEYLESS_FIRST] > (not kv.looks_back[group])
     front, first = sentinel, group * g[s.ROOM_OF_GROUP]
     for at in range(end - 1, begin - 1, -1):
         block = kv.tables[0, slot, first + at]
@@ -211,7 +212,7 @@ def _give_back(g, kv, slot, group, begin, end):
         if kv.pool[block, s.HOLDERS] > 0:
             continue
         g[s.FREE] += 1
-        if g[s.KEYLESS_FIRST] and kv.keys[block] == s.NO_KEY:
+        if keyless_first and kv.keys[block] == s.NO_KEY:
             _link(kv.pool, block, front)
             front = block
         else:
