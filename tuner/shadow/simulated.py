@@ -263,6 +263,7 @@ def work(g: NDArray[np.int64]) -> NDArray[np.int64]:
         s.AT_BUCKETS: block,
         s.AT_FRONT: slots + 1,
         s.AT_FREE_SLOTS: slots,
+        s.AT_UNSTEADY: 16 * slots if g[s.WINDOWED] else 0,
         s.AT_LONG: block if counts else 0,
         s.AT_OVERTAKES: days if counts else 0,
         s.AT_SINGLES: s.PIPE * 2 * slots,

@@ -107,6 +107,9 @@ def _begin_to_overtake(g, w, sl, slot):
     """Note from when on a request that decodes gives back blocks, beside whom it does so."""
     sl[slot, s.STEADY] = steady_from(g)
     g[s.ALL_STEADY] = max(g[s.ALL_STEADY], sl[slot, s.STEADY])
+    at = g[s.AT_UNSTEADY] + 2 * g[s.UNSTEADY]
+    w[at], w[at + 1] = slot, sl[slot, s.ORDER]
+    g[s.UNSTEADY] += 1
     if g[s.IS_CACHED]:
         return
     # Of a step less this so much lies behind the window.
@@ -117,6 +120,30 @@ def _begin_to_overtake(g, w, sl, slot):
     sl[slot, s.OVERTAKES] = whole + less
     if whole + less <= sl[slot, s.END]:
         w[g[s.AT_OVERTAKES] + ((whole + less) & g[s.LAST_DAY])] += 1
+
+
+@inner
+def is_unsteady(g, w, sl, at):
+    """Whether an entry is of a request that this step decodes, and that is not yet steady."""
+    slot = w[at]
+    return (
+        sl[slot, s.ORDER] == w[at + 1]
+        and sl[slot, s.STATE] == s.DECODES
+        and sl[slot, s.END] >= g[s.STEP]
+        and sl[slot, s.STEADY] > g[s.STEP]
+    )
+
+
+@inner
+def forget_steady(g, w, sl):
+    """Let go of the entries of those that have become steady, or are gone."""
+    begin, kept = g[s.AT_UNSTEADY], 0
+    for i in range(g[s.UNSTEADY]):
+        at = begin + 2 * i
+        if is_unsteady(g, w, sl, at):
+            w[begin + 2 * kept], w[begin + 2 * kept + 1] = w[at], w[at + 1]
+            kept += 1
+    g[s.UNSTEADY] = kept
 
 
 @inlined

@@ -33,8 +33,9 @@ NOBODY, PREFILLS, DECODES, PREEMPTED = range(4)
     EMPTY, CARRIES, CARRIED, BACKED_UP,
     # The first and the last of those who wait before the gate.
     GATE_HEAD, GATE_TAIL,
-    # From which step on all who decode are STEADY, and the last whose OVERTAKES are counted.
-    ALL_STEADY, OVERTAKEN,
+    # From which step on all who decode are STEADY, how many entries there are of those that
+    # were not of late, and the last step whose OVERTAKES are counted.
+    ALL_STEADY, UNSTEADY, OVERTAKEN,
     # What the replay is: constant from here on.
     CAP, BUDGET, INPUT_BUDGET, THRESHOLD, ADAPTIVE, CHUNKS, RESERVES, WATERMARK, PRIORITY,
     AHEAD, BLOCK, ALL_BLOCKS, MAX_LENGTH, IS_CACHED, WOULD_CACHE, ARRIVALS, ALLOWED_LATE,
@@ -50,10 +51,11 @@ NOBODY, PREFILLS, DECODES, PREEMPTED = range(4)
     GROUPS, WINDOWED, WINDOW, MOST_IN_WINDOW, ROOM_OF_GROUP, SETTLES,
     RETENTION, JUNCTIONS,
     # Where the parts of the work array begin.
-    AT_RUN, AT_CALENDAR, AT_PHASES, AT_BUCKETS, AT_FRONT, AT_FREE_SLOTS, AT_LONG, AT_OVERTAKES,
+    AT_RUN, AT_CALENDAR, AT_PHASES, AT_BUCKETS, AT_FRONT, AT_FREE_SLOTS,
+    AT_UNSTEADY, AT_LONG, AT_OVERTAKES,
     AT_SINGLES, AT_ENDS, AT_BATCHES, AT_MIXED, AT_KNOTS, AT_FACTORS, FACTOR_ROWS,
     FACTOR_COLUMNS, AT_LAUNCHES, INTEGERS,
-) = range(103)  # fmt: skip
+) = range(105)  # fmt: skip
 
 # The instants and seconds of a replay's state, and the sums over its steps.
 (

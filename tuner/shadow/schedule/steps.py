@@ -28,7 +28,9 @@ from tuner.shadow.schedule.decoding import (
     computed_before,
     decodes_no_more,
     decodes_on,
+    forget_steady,
     held_blocks,
+    is_unsteady,
     overtake,
     settled_before,
     squares_at,
@@ -415,6 +417,11 @@ def _let_slide(g, w, sl, r, kv):
     ran = -1
     while True:
         slot = _following(w, sl, leaves, ran, _following(w, sl, wants, ran, -1))
+        for i in range(g[s.UNSTEADY]):
+            at = g[s.AT_UNSTEADY] + 2 * i
+            order = w[at + 1]
+            if order > ran and (slot < 0 or order < sl[slot, s.ORDER]):
+                slot = w[at] if is_unsteady(g, w, sl, at) else slot
         if slot < 0:
             return
         ran = sl[slot, s.ORDER]
@@ -431,6 +438,10 @@ def let_decode(g, w, sl, r, kv):
         g[s.FREE] -= g[s.GROUPS] * w[g[s.AT_PHASES] + step % block]
         if g[s.WINDOWED]:
             g[s.FREE] += overtake(g, w, step)
+            for i in range(g[s.UNSTEADY]):
+                at = g[s.AT_UNSTEADY] + 2 * i
+                if is_unsteady(g, w, sl, at):
+                    slide(g, sl, kv, w[at], settled_before(g, sl, w[at]))
         return
     if g[s.WINDOWED]:
         _let_slide(g, w, sl, r, kv)
@@ -453,8 +464,6 @@ def _schedule_calmly(g, w, sl, r, kv, threshold, defers):
     block = g[s.BLOCK]
     needed = g[s.GROUPS] * w[g[s.AT_PHASES] + g[s.STEP] % block]
     if g[s.DECODING] > g[s.BUDGET] or g[s.MISSING] > 0 or needed > g[s.FREE]:
-        return False
-    if g[s.WINDOWED] and g[s.STEP] < g[s.ALL_STEADY]:
         return False
     wanted = _calm_prefill(g, sl, threshold, defers)
     if wanted < 0:
@@ -518,6 +527,8 @@ def schedule(g, x, w, sl, f, r, q, tr, kv):
         w[batch + field] = 0
     threshold, defers, preempted = _threshold(g), _defers(g), 0
     g[s.CARRIES] = 0
+    if g[s.WINDOWED]:
+        forget_steady(g, w, sl)
     if _schedule_calmly(g, w, sl, r, kv, threshold, defers):
         budget = g[s.BUDGET] - w[batch + s.B_DECODES] - w[batch + s.B_PREFILL]
     else:
