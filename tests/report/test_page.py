@@ -107,10 +107,14 @@ def test_how_much_the_engine_was_used_stands_beside_the_answer(live: Path) -> No
     assert "kv_cache_usage_perc) peak" in said
 
 
+@pytest.mark.parametrize(
+    ("others_meet", "bears"), [(False, ""), (True, " and sustain the load")]
+)
 def test_where_nothing_meets_the_slos_it_says_that_and_who_is_nearest(
-    live: Path, tmp_path: Path
+    live: Path, tmp_path: Path, bears: str, *, others_meet: bool
 ) -> None:
-    nearest = {"max_num_seqs": 8, "max_num_batched_tokens": 2048, "p_slo": 0.31}
+    nearest: dict[str, object] = {"max_num_seqs": 8, "max_num_batched_tokens": 2048}
+    nearest |= {"p_slo": 0.31, "others_meet": others_meet}
     folder = changed(live, tmp_path, recommendation=None, nearest=nearest)
     run = read_run(folder)
     said = {section.anchor: " ".join(section.says) for section in sections_of(run)}
@@ -118,7 +122,8 @@ def test_where_nothing_meets_the_slos_it_says_that_and_who_is_nearest(
     told = "meets them with probability 0.31"
     assert f"Nearest is max_num_seqs 8, max_num_batched_tokens 2048: {told}" in said["answer"]
     assert f"8/2048 is nearest and {told}" in said["certainty"]
-    assert "Nothing is likely to meet the SLOs and sustain the load" in said["gain"]
+    assert f"Nothing is likely to meet the SLOs{bears}, so that" in said["gain"]
+    assert f"Nothing is likely to meet the SLOs{bears}: 8/2048" in said["certainty"]
 
 
 def test_what_was_not_replayed_is_not_said_to_have_been(live: Path, tmp_path: Path) -> None:

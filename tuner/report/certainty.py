@@ -54,7 +54,7 @@ def certainty(run: RunFiles) -> Section:
         return Section(
             "certainty",
             title,
-            (f"Nothing is likely to meet the SLOs and sustain the load: {who}.",),
+            (f"Nothing is likely to {nearest.missed}: {who}.",),
         )
     if advice is None or advice.odds is None or not advice.standings:
         return Section("certainty", title, ("No probabilities were found in this run.",))

@@ -60,10 +60,9 @@ def gain(run: RunFiles) -> Section:
 
 def _nothing(run: RunFiles) -> str:
     if not run.result.feasible:
-        return (
-            "Nothing is likely to meet the SLOs and sustain the load, so that nothing is "
-            "recommended that could gain."
-        )
+        nearest = run.result.nearest
+        missed = "meet the SLOs" if nearest is None else nearest.missed
+        return f"Nothing is likely to {missed}, so that nothing is recommended that could gain."
     advice = run.result.recommendation
     if advice is not None and run.shown == run.current:
         return sentence(f"the current configuration is what is recommended: {advice.why}")

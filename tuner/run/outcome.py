@@ -34,7 +34,7 @@ from tuner.run.records import (
 )
 from tuner.run.result import RunResult
 from tuner.search.objective import Scoring, Tier, moved, moved_bounds
-from tuner.search.race import RaceDecision
+from tuner.search.race import LIKELY, RaceDecision
 from tuner.search.trials import Trial, decisive, leader, predictions
 from tuner.traffic.windows import Window
 
@@ -130,7 +130,8 @@ def nearest_of(decision: RaceDecision) -> Nearest | None:
     """Return who is nearest to the SLOs, None where no probability of it is known."""
     if decision.odds is None or decision.odds.p_slo is None:
         return None
-    return Nearest(**asdict(decision.best), p_slo=decision.odds.p_slo)
+    others_meet = any((s.p_slo or 0.0) >= LIKELY for s in decision.standings)
+    return Nearest(**asdict(decision.best), p_slo=decision.odds.p_slo, others_meet=others_meet)
 
 
 def _is_feasible(decision: RaceDecision, trials: Sequence[Trial]) -> bool:

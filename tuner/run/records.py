@@ -100,9 +100,18 @@ class Advice(LimitsRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nearest(LimitsRecord):
-    """Who is nearest to SLOs that nothing is likely to meet, and how probably it meets them."""
+    """Who is nearest to SLOs that nothing is likely to meet, and how probably it meets them.
+
+    With `others_meet` there are settings that meet them, but do not sustain the load.
+    """
 
     p_slo: float
+    others_meet: bool = False
+
+    @property
+    def missed(self) -> str:
+        """Return what nothing is likely to do."""
+        return "meet the SLOs" + " and sustain the load" * self.others_meet
 
     @property
     def text(self) -> str:

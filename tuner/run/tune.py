@@ -56,7 +56,7 @@ from tuner.run.start import PreparedRun, Start, check_same, origin_of, prepare
 from tuner.run.stored import StoredOptions, read_record
 from tuner.search.budget import window_text
 from tuner.search.objective import Scoring, Tier, broken_in
-from tuner.search.race import LIKELY, UNFINISHED, RaceDecision, RaceVerdict
+from tuner.search.race import UNFINISHED, RaceDecision, RaceVerdict
 from tuner.search.trials import decisive, leader, predictions
 from tuner.stats import one_thread
 from tuner.traffic.describe import describe
@@ -232,11 +232,9 @@ class _Run:
             is_shadow = self._prepared.options.method is Method.SHADOW
             more = "a run on the engine" if is_shadow else "a longer --budget"
             hint += f"; it may meet them yet, which {more} would tell"
-        # Who meets them, and is no answer, does not sustain the load.
-        meets = any((s.p_slo or 0.0) >= LIKELY for s in decision.standings)
-        asked = "the SLOs and sustain the load" if meets else "the SLOs"
+        missed = "meet the SLOs" if known is None else known.missed
         return NoFeasibleConfigError(
-            f"no configuration is likely to meet {asked}; nearest is {nearest} "
+            f"no configuration is likely to {missed}; nearest is {nearest} "
             f"(max_num_seqs/max_num_batched_tokens): {'; '.join(said)}",
             f"{hint}; all trials are in {context.run_dir.path}",
         )
