@@ -158,7 +158,7 @@ def _overtake_no_more(g, w, sl, slot):
         w[g[s.AT_OVERTAKES] + (step & g[s.LAST_DAY])] -= 1
 
 
-@inlined
+@inner
 def overtake(g, w, step):
     """Return how many blocks all who decode steadily give back in a step, if only counted."""
     at, phase = g[s.AT_OVERTAKES] + (step & g[s.LAST_DAY]), g[s.AT_LONG] + step % g[s.BLOCK]
