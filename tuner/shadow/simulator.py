@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from tuner.engine.limits import EngineLimits
-from tuner.engine.shape import FULL_ATTENTION, EngineShape
+from tuner.engine.shape import FULL_ATTENTION, EngineShape, KvLayout
 from tuner.engine.steps import CostSums, StepColumns, StepSummary, joined
 from tuner.errors import EngineError, ReplayError, UsageError
 from tuner.files import free_bytes
@@ -79,7 +79,7 @@ def simulate(
 
 # Bytes of memory that a replay and its measurement take for each request and, with a prefix
 # cache, for each id of a block: ours, 184 and 76 were measured on 600,000 requests, beside the
-# keys of the blocks, four bytes each.
+# keys of the blocks, four bytes each in every group of layers.
 REQUEST_BYTES, ID_BYTES, KEY_BYTES = 190, 80, 4
 
 
@@ -91,6 +91,7 @@ def room_for(trace: Trace, shape: EngineShape) -> int:
     needed = REQUEST_BYTES * len(trace)
     if shape.prefix_caching and trace.hashes is not None:
         keys = trace.hashes.block_size // shape.block_size + 1
+        keys *= len((shape.kv_layout or KvLayout()).looks_back)
         needed += (ID_BYTES + KEY_BYTES * keys) * trace.hashes.ids.size
     free = free_bytes()
     if needed > free:
