@@ -24,6 +24,7 @@ from support.schedule_cases import Case, random_case
 from support.shadow_parts import a_shape, simulated
 from support.traffic import a_trace, kept, warm_session
 from tuner.engine.compat.scheduler import SchedulerCore
+from tuner.engine.compat.shape import RETENTION
 from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import EngineShape, KvGroup
 from tuner.errors import EngineError, ReplayError, ShadowError, TraceError, TunerError
@@ -375,6 +376,17 @@ def test_what_lies_behind_a_window_is_given_back(
         ((WINDOW, {"kind": "MambaSpec", "block_size": 4}), False),
         (({"kind": "ChunkedLocalAttentionSpec", "block_size": 4},), False),
         (({**WINDOW, "extra_retained_tokens": 2}, FULL), False),
+        # What vLLM would not start with, or nobody can read.
+        (({"kind": "SlidingWindowSpec", "block_size": 4}, FULL), False),
+        (({**WINDOW, "sliding_window": "x"}, FULL), False),
+        (({**WINDOW, "sliding_window": True}, FULL), False),
+        ((WINDOW, {**WINDOW, "sliding_window": None}), False),
+        (({**WINDOW, RETENTION: 6}, {**FULL, RETENTION: 6}), False),
+        (({**WINDOW, RETENTION: -4}, {**FULL, RETENTION: -4}), False),
+        (({**WINDOW, RETENTION: 8}, FULL), False),
+        (({**WINDOW, RETENTION: 8}, {**FULL, RETENTION: 8}), True),
+        # Without the hybrid manager: a window that nothing is given back behind.
+        (({**FULL, "sliding_window": 8}, FULL), True),
     ],
 )
 def test_groups_that_hold_blocks_otherwise_are_vllms_matter(
@@ -386,9 +398,27 @@ def test_groups_that_hold_blocks_otherwise_are_vllms_matter(
 
 def test_a_request_that_no_window_makes_small_enough_is_refused() -> None:
     trace, shape = a_trace([0.0], [40], 8), with_groups(WINDOW, FULL)
-    with pytest.raises(EngineError, match="takes 15 blocks of 4 tokens, there are 14"):
-        simulated(trace, LIMITS, STEPS, shape=shape, num_blocks=15)
+    # All of it, and a window with the eight tokens of a step.
+    with pytest.raises(EngineError, match="takes 17 blocks of 4 tokens, there are 16"):
+        simulated(trace, EngineLimits(1, 8), STEPS, shape=shape, num_blocks=17)
     assert shape.held_blocks(np.array([47, 4])).tolist() == [12 + 3, 1 + 1]
+    # Preempted for its own next piece, it would begin anew for ever.
+    long = a_trace([0.0], [1000], 3)
+    with pytest.raises(EngineError, match="request 0 is larger than the KV cache"):
+        simulated(long, EngineLimits(1, 512), STEPS, shape=shape, num_blocks=300)
+
+
+@pytest.mark.engine
+def test_requests_that_are_left_out_for_hundreds_of_steps_are_counted_once() -> None:
+    """A long prompt has all of the budget while those who decode behind it wait."""
+    options = {"long_prefill_token_threshold": 8, "long_prefill_token_threshold_adaptive": True}
+    shape = with_groups(WINDOW, FULL, asynchronous=True, scheduler=options)
+    shape = replace(shape, prefix_caching=False, max_model_len=30_000)
+    prompts = [20_000, 4, 4, *[2] * 5, *[4] * 35]
+    trace = a_trace([0.0] * 43, prompts, [2, 2000, 2000, *[40] * 5, *[2] * 35])
+    engine = SimulatedEngine(shape, 100_000, STEPS, EngineLimits(64, 2048))
+    case = Case(engine, trace, EngineLimits(8, 64), ReplayPlan(keep_steps=True))
+    assert_same_result(simulated_case(case), referenced_case(case))
 
 
 def test_a_kv_cache_of_another_kind_and_one_without_blocks_are_refused() -> None:

@@ -32,9 +32,10 @@ KvGroup = Mapping[str, bool | int | str | None]
 class KvLayout:
     """Groups of layers that each hold a block for the same tokens.
 
-    `looks_back` says of each whether its layers see the last `window` tokens alone, 0 where
-    none do. Of what such groups hold the prefix cache keeps the last window of a prompt, and
-    that before every multiple of `retention` tokens, none where it is 0; all where it is None.
+    `looks_back` says of each whether its layers are of sliding-window attention, which sees
+    the last `window` tokens alone, 0 where none are. Of what such groups hold the prefix cache
+    keeps the window at the end of a prompt, that where prompts part, and that before every
+    multiple of `retention` tokens, none of these where it is 0; all where it is None.
 
     Units: tokens.
     """
@@ -47,24 +48,39 @@ class KvLayout:
     def of_groups(cls, groups: Sequence[KvGroup], block_size: int) -> Self | None:
         """Return that of a model's groups; None of some that hold their blocks otherwise.
 
-        As of state-space layers, windows of several lengths or blocks of several sizes.
+        As of state-space layers, chunked attention, windows of several lengths, blocks of
+        several sizes, or of anything that vLLM would not start with.
         """
-        windows = {group.get("sliding_window") for group in groups} - {None}
         kinds = [group.get("kind") for group in groups]
-        held = {group.get("block_size") for group in groups}
-        if len(windows) > 1 or held != {block_size} or not {*kinds} <= _WINDOWS.keys():
+        if not {*kinds} <= _WINDOWS.keys() or {g.get("block_size") for g in groups} != {
+            block_size
+        }:
             return None
-        looks_back = tuple(_WINDOWS[str(kind)] for kind in kinds)
         if any(group.get(name) not in given for group in groups for name, given in _AS_THESE):
             return None
+        looks_back = tuple(_WINDOWS[str(kind)] for kind in kinds)
         if not any(looks_back):
             return cls(looks_back)
-        window, kept = int(windows.pop() or 0), groups[0].get("prefix_cache_retention_interval")
+        both = zip(groups, looks_back, strict=True)
+        windows = {group.get("sliding_window") for group, looks in both if looks}
+        retained = {group.get("prefix_cache_retention_interval") for group in groups}
+        if len(windows) > 1 or len(retained) > 1:
+            return None
+        window, kept = windows.pop(), retained.pop()
+        if not _is_count(window, 2) or not (kept is None or _is_count(kept, 0)):
+            return None
         retention = None if kept is None else int(kept)
-        return None if window == 1 else cls(looks_back, window, retention)
+        is_whole = retention is None or retention % block_size == 0
+        return cls(looks_back, int(window or 0), retention) if is_whole else None
 
 
-# Whether vLLM's kinds of groups look back a window; one that could but keeps all does not.
+def _is_count(value: object, least: int) -> bool:
+    """Whether a value is a whole number of so many tokens or more."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 40
+
+
+# Whether vLLM's kinds of groups give back what lies behind a window. One of full attention
+# keeps every block, also where a window stands in it (without the hybrid KV cache manager).
 _WINDOWS: Final = {"FullAttentionSpec": False, "SlidingWindowSpec": True}
 # What else is known of a group has to be one of these.
 _AS_THESE: Final = (
@@ -164,10 +180,21 @@ class EngineShape:
             return KvLayout()
         return KvLayout.of_groups(self.kv_groups, self.block_size)
 
-    def most_in_window(self, in_flight_tokens: int) -> int:
-        """Return how many blocks a group that looks back a window holds of a request at most.
+    def in_flight_tokens(self, limits: EngineLimits) -> int:
+        """Return how many tokens are scheduled and not yet computed at most.
 
-        Source: vLLM 0.32, vllm/v1/kv_cache_interface.py, SlidingWindowSpec.
+        What lies behind a window is kept for these: for those of the batch that is scheduled
+        alone up to 0.25.
+
+        Source: vllm/config/vllm.py, VllmConfig.max_in_flight_tokens.
+        """
+        batches = 2 if self.asynchronous and self.is_since(26) else 1
+        return batches * limits.max_num_batched_tokens
+
+    def most_in_window(self, in_flight_tokens: int) -> int:
+        """Return how many blocks a group of sliding windows holds of a request at most.
+
+        Source: vllm/v1/kv_cache_interface.py, SlidingWindowSpec.
         """
         window = 0 if self.kv_layout is None else self.kv_layout.window
         tokens = min(window - 1 + in_flight_tokens, self.max_model_len)
@@ -176,8 +203,9 @@ class EngineShape:
     def held_blocks(self, tokens: Ints, in_flight_tokens: int = 1) -> Ints:
         """Return how many blocks requests hold of which so many tokens are computed.
 
-        With so many in batches on their way, which groups that look back a window keep; where
-        only vLLM knows what they hold, as layers that see the whole context do.
+        Groups of sliding windows hold the window and what is in flight, of which there are so
+        many tokens; by one the least that a request holds. Where only vLLM knows the groups
+        each request holds what full attention does.
 
         Shapes: those of tokens.
         """

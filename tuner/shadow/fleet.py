@@ -136,7 +136,7 @@ def simulate_fleet(
         scheduled; UsageError for what a router cannot deal out, and where memory is too little.
     """
     _check(prepared, plan, fleet)
-    check_sizes(engine, prepared)
+    check_sizes(engine, prepared, limits)
     caches = engine.shape.prefix_caching and prepared.may_share
     slots = first_slots(engine, prepared, limits)
     while True:
@@ -166,7 +166,12 @@ def _check(prepared: PreparedTrace, plan: ReplayPlan, fleet: Fleet) -> None:
             f"{prepared.trace.source} has no hash ids, which the prefix router goes by",
             "choose --router round-robin or least-loaded",
         )
-    needed, free = _ROW_BYTES * len(prepared.trace) * fleet.replicas, free_bytes()
+    _check_room(_ROW_BYTES * len(prepared.trace), prepared, fleet)
+
+
+def _check_room(each: int, prepared: PreparedTrace, fleet: Fleet) -> None:
+    """Refuse replicas that take so many bytes each and more than are free. Raises: UsageError."""
+    needed, free = each * fleet.replicas, free_bytes()
     if needed > free:
         raise UsageError(
             f"{fleet.replicas} replicas and {len(prepared.trace):,} requests take "
@@ -197,6 +202,7 @@ class _FleetSimulation(Simulation):
         refs[:, s.SLOT_OF] = -1
         own = [self._g, self._x, self._w, self._slots]
         own += [self._cache.pool, self._cache.keys, self._cache.tables, self._cache.heads]
+        _check_room(sum(array.nbytes for array in own), prepared, fleet)
         g, x, w, sl, *cache = [np.repeat(array[None], count, axis=0) for array in own]
         self._many = r.Many(g, x, w, sl, refs, np.empty((count, n, 2)), *cache)
         self._common = r.Common(

@@ -107,14 +107,18 @@ def first_slots(engine: SimulatedEngine, prepared: PreparedTrace, limits: Engine
     return slots
 
 
-def check_sizes(engine: SimulatedEngine, prepared: PreparedTrace) -> None:
+def check_sizes(engine: SimulatedEngine, prepared: PreparedTrace, limits: EngineLimits) -> None:
     """Refuse what would be preempted for ever. Raises: EngineError."""
     shape, blocks = engine.shape, engine.num_blocks - 1
+    # Where it is let in by what it will hold, vLLM reckons with the limits of the start.
+    reserves = bool(_option(shape, "scheduler_reserve_full_isl"))
+    in_flight = shape.in_flight_tokens(engine.ceiling if reserves else limits)
     # The last token of an answer is never computed.
     longest, _ = prepared.longest(shape.max_model_len)
-    if shape.held_blocks(np.array([longest - 1]))[0] > blocks:
+    if shape.held_blocks(np.array([longest - 1]), in_flight)[0] > blocks:
         tokens = prepared.prompts + prepared.outputs
-        needed = np.where(tokens <= shape.max_model_len, shape.held_blocks(tokens - 1), 0)
+        needed = shape.held_blocks(tokens - 1, in_flight)
+        needed = np.where(tokens <= shape.max_model_len, needed, 0)
         row = int(np.argmax(needed > blocks))
         raise EngineError(
             f"request {row} is larger than the KV cache: it takes {needed[row]} blocks of"
@@ -176,14 +180,13 @@ def _go_by_layout(g: NDArray[np.int64], engine: SimulatedEngine, room: int) -> N
     g[s.GROUPS], g[s.WINDOWED] = len(layout.looks_back), sum(layout.looks_back)
     g[s.WINDOW], g[s.ROOM_OF_GROUP] = layout.window, room
     g[s.WIDTH] = room * g[s.GROUPS]
-    # Up to 0.25 what lies behind a window is given back while a batch on its way may read it;
-    # since then all tokens of each batch on its way may be one request's.
+    # Up to 0.25 what lies behind a window is given back while a batch on its way may read it.
     g[s.SETTLES] = engine.shape.asynchronous and engine.shape.is_since(26)
-    in_flight = engine.ceiling.max_num_batched_tokens * (1 + int(g[s.SETTLES]))
     # Up to 0.28 no configuration says how much is retained.
     kept = layout.retention if engine.shape.is_since(29) else None
     g[s.RETENTION] = -1 if kept is None else kept // engine.shape.block_size
     g[s.JUNCTIONS] = engine.shape.is_since(26)
+    in_flight = engine.shape.in_flight_tokens(engine.ceiling)
     g[s.MOST_IN_WINDOW] = engine.shape.most_in_window(in_flight)
 
 

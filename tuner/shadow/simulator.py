@@ -61,7 +61,7 @@ def simulate(
         scheduled; ReplayError when the replay itself is void; UsageError for priorities on an
         engine that serves by arrival.
     """
-    check_sizes(engine, prepared)
+    check_sizes(engine, prepared, limits)
     check_priorities(prepared.trace, has_priorities=engine.shape.has_priorities)
     began_s = time.perf_counter()
     caches = engine.shape.prefix_caching and prepared.may_share

@@ -112,8 +112,8 @@ def least_blocks(profile: Profile) -> int:
 
     Source: vLLM vllm/v1/core/kv_cache_utils.py, _check_enough_kv_cache_memory.
     """
-    shape, at = profile.shape, profile.current_limits
-    in_flight = at.max_num_batched_tokens * (2 if shape.asynchronous else 1)
+    shape = profile.shape
+    in_flight = shape.in_flight_tokens(profile.current_limits)
     return int(shape.held_blocks(np.array([shape.max_model_len]), in_flight)[0])
 
 

@@ -107,9 +107,12 @@ def _begin_to_overtake(g, w, sl, slot):
     """Note from when on a request that decodes gives back blocks, beside whom it does so."""
     sl[slot, s.STEADY] = steady_from(g)
     g[s.ALL_STEADY] = max(g[s.ALL_STEADY], sl[slot, s.STEADY])
-    at = g[s.AT_UNSTEADY] + 2 * g[s.UNSTEADY]
-    w[at], w[at + 1] = slot, sl[slot, s.ORDER]
-    g[s.UNSTEADY] += 1
+    # Who is left out of one step after the other begins anew in each.
+    if sl[slot, s.LISTED] != sl[slot, s.ORDER] + 1:
+        at = g[s.AT_UNSTEADY] + 2 * g[s.UNSTEADY]
+        w[at], w[at + 1] = slot, sl[slot, s.ORDER]
+        g[s.UNSTEADY] += 1
+        sl[slot, s.LISTED] = sl[slot, s.ORDER] + 1
     if g[s.IS_CACHED]:
         return
     # Of a step less this so much lies behind the window.
@@ -143,6 +146,8 @@ def forget_steady(g, w, sl):
         if is_unsteady(g, w, sl, at):
             w[begin + 2 * kept], w[begin + 2 * kept + 1] = w[at], w[at + 1]
             kept += 1
+        elif sl[w[at], s.LISTED] == w[at + 1] + 1:
+            sl[w[at], s.LISTED] = 0
     g[s.UNSTEADY] = kept
 
 

@@ -12,12 +12,13 @@ from tuner.shadow.compiled import part
 # that look back a window SKIPPED counts the blocks given back from its beginning, STEADY is the
 # step from which on a decoding request gives back one at a time, OVERTAKES that of the first
 # of these, JUNCTION how many blocks other groups had in the prefix cache and these had not; of
-# a prompt LATEST is the step that last computed some, and PART how much.
+# a prompt LATEST is the step that last computed some, and PART how much. LISTED is the ORDER of
+# the entry that it has among the UNSTEADY, and one more; 0 where it has none.
 (
     ROW, PROMPT, OUTPUT, ANSWERED, COMPUTED, END, STATE, BLOCKS, ORDER, PLACE, CACHED,
     TAKEN, END_NEXT, END_BEFORE, BUCKET_NEXT, BUCKET_BEFORE, MISSED, RESUMED, ARRIVAL,
-    SKIPPED, STEADY, OVERTAKES, LATEST, PART, JUNCTION, SLOT_FIELDS,
-) = range(26)  # fmt: skip
+    SKIPPED, STEADY, OVERTAKES, LATEST, PART, JUNCTION, LISTED, SLOT_FIELDS,
+) = range(27)  # fmt: skip
 NOBODY, PREFILLS, DECODES, PREEMPTED = range(4)
 
 # The integers of a replay's state. STEP counts the batches that were scheduled, DONE is the
