@@ -170,7 +170,10 @@ def _check(prepared: PreparedTrace, plan: ReplayPlan, fleet: Fleet) -> None:
 
 
 def _check_room(each: int, prepared: PreparedTrace, fleet: Fleet) -> None:
-    """Refuse replicas that take so many bytes each and more than are free. Raises: UsageError."""
+    """Refuse replicas that take more memory than is free, each so many bytes.
+
+    Raises: UsageError.
+    """
     needed, free = each * fleet.replicas, free_bytes()
     if needed > free:
         raise UsageError(
