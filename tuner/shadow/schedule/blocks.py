@@ -1,7 +1,7 @@
 """Blocks of the KV cache: counted, or with the prefix cache as vLLM keeps it.
 
-A request holds a block for the same tokens in every group of layers; a group that looks back a
-window gives back what lies behind it.
+A request holds a block for the same tokens in every group of layers; a group of sliding-window
+attention, which looks back a window, gives back what lies behind it.
 
 Source: vLLM 0.32, vllm/v1/core/kv_cache_manager.py, single_type_kv_cache_manager.py,
 block_pool.py.
