@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from support.same_replay import (
     assert_same_replay,
     assert_same_result,
+    compare_with_the_reference,
     referenced_case,
     simulated_case,
 )
@@ -24,10 +25,8 @@ from support.schedule_cases import Case, random_case
 from support.shadow_parts import a_shape, simulated
 from support.traffic import a_trace, kept, warm_session
 from tuner.engine.compat.scheduler import SchedulerCore
-from tuner.engine.compat.shape import RETENTION
 from tuner.engine.limits import EngineLimits
-from tuner.engine.shape import EngineShape, KvGroup
-from tuner.errors import EngineError, ReplayError, ShadowError, TraceError, TunerError
+from tuner.errors import EngineError, ReplayError, ShadowError, TraceError
 from tuner.gate import GateLimits
 from tuner.replay.arrivals import Sessions, StaticBatches
 from tuner.replay.loop import Progress, ReplayLog
@@ -35,7 +34,7 @@ from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.replay.timeline import Outcome
 from tuner.shadow.prepared import PreparedTrace
 from tuner.shadow.schedule.replay import advance, stop_all
-from tuner.shadow.simulated import SimulatedEngine, unknown_options
+from tuner.shadow.simulated import SimulatedEngine
 from tuner.shadow.simulator import simulate, tiny_replay
 from tuner.shadow.step_model import StepModel
 from tuner.traffic.prefixes import HashIds
@@ -47,20 +46,6 @@ PARTS = 4
 LIMITS = EngineLimits(8, 256)
 # Sums of powers of two are exact: a decode takes 1.5 s alone, a prompt of four tokens 2 s.
 STEPS = StepModel.linear(1.0, 0.5, 0.25)
-
-
-def compare_with_the_reference(
-    seed: int, *, has_windows: bool | None = None
-) -> ReplayLog | TunerError:
-    """Replay the case of a seed on both; return what vLLM's scheduler made of it."""
-    case = random_case(seed, has_windows=has_windows)
-    wanted = referenced_case(case)
-    try:
-        assert_same_result(simulated_case(case), wanted)
-    except AssertionError as error:
-        error.add_note(f"the case of seed {seed}")
-        raise
-    return wanted
 
 
 def test_no_traffic_has_anything_compiled_but_what_the_warm_up_compiles() -> None:
@@ -88,14 +73,6 @@ def test_random_replays_are_those_of_vllms_scheduler() -> None:
     assert sum(log.cut_reason is not None for log in done) > 2
     assert sum(log.timelines.count(Outcome.TURNED_AWAY) > 0 for log in done) > 5
     assert sum(log.timelines.count(Outcome.TRUNCATED) > 0 for log in done) > 5
-
-
-@pytest.mark.engine
-def test_random_replays_of_layers_that_look_back_a_window_are_vllms_too() -> None:
-    logs = [compare_with_the_reference(seed, has_windows=True) for seed in range(200, 260)]
-    done = [log for log in logs if isinstance(log, ReplayLog)]
-    assert sum(log.steps.preempted > 0 for log in done) > 2
-    assert sum(log.steps.cached_tokens > 0 for log in done) > 5
 
 
 @pytest.mark.engine
@@ -336,89 +313,6 @@ def test_what_the_simulator_does_not_know_of_a_scheduler_is_named(
     with pytest.raises(ShadowError, match=f"does not know {name}: {value}$") as refused:
         SimulatedEngine(shape, 100, STEPS, LIMITS)
     assert "vLLM" in refused.value.hint
-
-
-FULL: KvGroup = {"kind": "FullAttentionSpec", "block_size": 4}
-WINDOW: KvGroup = {"kind": "SlidingWindowSpec", "block_size": 4, "sliding_window": 8}
-
-
-def with_groups(*groups: KvGroup, **more: Any) -> EngineShape:
-    kinds = " and ".join(str(group["kind"]) for group in groups)
-    return replace(a_shape(**more), block_size=4, kv_kind=kinds, kv_groups=groups)
-
-
-@pytest.mark.parametrize(
-    ("asynchronous", "with_all", "windows_alone"),
-    [(False, 12 + 3, 2 * 4), (True, 10 + 6, 2 * 6)],
-)
-def test_what_lies_behind_a_window_is_given_back(
-    *, asynchronous: bool, with_all: int, windows_alone: int
-) -> None:
-    """Twelve blocks of 47 tokens; of the last eight of them three, more while prompts come.
-
-    In pieces of eight: then four, and two more that a batch on its way may read.
-    """
-    peaks = []
-    for groups in ((FULL,), (WINDOW, FULL), (WINDOW, WINDOW)):
-        shape = with_groups(*groups, asynchronous=asynchronous)
-        trace = a_trace([0.0], [40], 8)
-        log = simulated(trace, EngineLimits(1, 8), STEPS, shape=shape, num_blocks=101)
-        peaks.append(round(100 * log.steps.peaks["kv_usage_ratio"]))
-    assert peaks == [12, with_all, windows_alone]
-
-
-@pytest.mark.parametrize(
-    ("groups", "is_known"),
-    [
-        ((WINDOW, FULL), True),
-        ((WINDOW, {**WINDOW, "sliding_window": 16}), False),
-        ((WINDOW, {**FULL, "block_size": 8}), False),
-        ((WINDOW, {"kind": "MambaSpec", "block_size": 4}), False),
-        (({"kind": "ChunkedLocalAttentionSpec", "block_size": 4},), False),
-        (({**WINDOW, "extra_retained_tokens": 2}, FULL), False),
-        # What vLLM would not start with, or nobody can read.
-        (({"kind": "SlidingWindowSpec", "block_size": 4}, FULL), False),
-        (({**WINDOW, "sliding_window": "x"}, FULL), False),
-        (({**WINDOW, "sliding_window": True}, FULL), False),
-        ((WINDOW, {**WINDOW, "sliding_window": None}), False),
-        (({**WINDOW, RETENTION: 6}, {**FULL, RETENTION: 6}), False),
-        (({**WINDOW, RETENTION: -4}, {**FULL, RETENTION: -4}), False),
-        (({**WINDOW, RETENTION: 8}, FULL), False),
-        (({**WINDOW, RETENTION: 8}, {**FULL, RETENTION: 8}), True),
-        # Without the hybrid manager: a window that nothing is given back behind.
-        (({**FULL, "sliding_window": 8}, FULL), True),
-    ],
-)
-def test_groups_that_hold_blocks_otherwise_are_vllms_matter(
-    groups: tuple[KvGroup, ...], *, is_known: bool
-) -> None:
-    unknown = unknown_options(with_groups(*groups))
-    assert not unknown if is_known else "a KV cache of" in unknown[0]
-
-
-def test_a_request_that_no_window_makes_small_enough_is_refused() -> None:
-    trace, shape = a_trace([0.0], [40], 8), with_groups(WINDOW, FULL)
-    # All of it, and a window with the eight tokens of a step.
-    with pytest.raises(EngineError, match="takes 17 blocks of 4 tokens, there are 16"):
-        simulated(trace, EngineLimits(1, 8), STEPS, shape=shape, num_blocks=17)
-    assert shape.held_blocks(np.array([47, 4])).tolist() == [12 + 3, 1 + 1]
-    # Preempted for its own next piece, it would begin anew for ever.
-    long = a_trace([0.0], [1000], 3)
-    with pytest.raises(EngineError, match="request 0 is larger than the KV cache"):
-        simulated(long, EngineLimits(1, 512), STEPS, shape=shape, num_blocks=300)
-
-
-@pytest.mark.engine
-def test_requests_that_are_left_out_for_hundreds_of_steps_are_counted_once() -> None:
-    """A long prompt has all of the budget while those who decode behind it wait."""
-    options = {"long_prefill_token_threshold": 8, "long_prefill_token_threshold_adaptive": True}
-    shape = with_groups(WINDOW, FULL, asynchronous=True, scheduler=options)
-    shape = replace(shape, prefix_caching=False, max_model_len=30_000)
-    prompts = [20_000, 4, 4, *[2] * 5, *[4] * 35]
-    trace = a_trace([0.0] * 43, prompts, [2, 2000, 2000, *[40] * 5, *[2] * 35])
-    engine = SimulatedEngine(shape, 100_000, STEPS, EngineLimits(64, 2048))
-    case = Case(engine, trace, EngineLimits(8, 64), ReplayPlan(keep_steps=True))
-    assert_same_result(simulated_case(case), referenced_case(case))
 
 
 def test_a_kv_cache_of_another_kind_and_one_without_blocks_are_refused() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from support.schedule_cases import Case
+from support.schedule_cases import Case, random_case
 from support.shadow_parts import a_reference
 from support.traffic import kept
 from tuner.engine.steps import StepColumns
@@ -67,6 +67,20 @@ def assert_same_result(found: ReplayLog | TunerError, wanted: ReplayLog | TunerE
         assert (type(found), str(found)) == (type(wanted), str(wanted))
         return
     assert_same_replay(found, wanted)
+
+
+def compare_with_the_reference(
+    seed: int, *, has_windows: bool | None = None
+) -> ReplayLog | TunerError:
+    """Replay the case of a seed on both; return what vLLM's scheduler made of it."""
+    case = random_case(seed, has_windows=has_windows)
+    wanted = referenced_case(case)
+    try:
+        assert_same_result(simulated_case(case), wanted)
+    except AssertionError as error:
+        error.add_note(f"the case of seed {seed}")
+        raise
+    return wanted
 
 
 def assert_same_replay(found: ReplayLog, wanted: ReplayLog) -> None:
