@@ -1,17 +1,23 @@
 """What derived profiles predict beside what others have published: level, trend, best setting.
 
+    python tests/benchmarks/published.py --points [-o results.json]
     python tests/benchmarks/published.py --tables tables.json [-o results.json]
     python tests/benchmarks/published.py --orders [-o results.json]
 
-tables.json holds the points of InferenceMAX for Llama 3.3 70B in FP8 on H200: concurrency 4
-to 64 in a closed loop, 1 to 8 GPUs, three pairs of lengths uniform in 80 to 100 % of the
-nominal ones, ten requests for each in flight, max_num_seqs as the concurrency. Each is
-replayed on a profile derived for it, and once more on that profile corrected, as `tune
-calibrate --anchor` does it, by one point of the same number of GPUs, the one in the middle.
-And what GPUStack published of the two limits, one at a time, with 512 requests in flight on
-an H100: of a hybrid model, for which a dense one of its size stands in, and of lengths of
-which the means alone are known. --orders replays strategies and caps whose order the field
-reports, on a profile of a 7B model on an A100.
+--points takes the points of vLLM that come with the tables' library (Apache-2.0, most from
+InferenceX) of models that are derived: Llama 3.1 70B in FP8, Qwen3 32B and gpt-oss-120b on 1 to
+8 H100, H200 and B200, 4 to 128 requests in flight in a closed loop. As InferenceX measures,
+lengths are uniform in 80 to 100 % of the nominal ones, ten requests for each in flight,
+max_num_seqs is the concurrency and the budget 8,192; of Qwen3 32B that is taken to be so, too.
+Each is replayed on a profile derived for it, and once more on that profile corrected, as `tune
+calibrate --anchor` does it, by one point of the same GPUs, the one in the middle. gpt-oss was
+served with Marlin's kernels on H100 and H200, and with activations and a KV cache of eight bits
+on B200, which the tables do not have.
+
+--tables replays what GPUStack published of the two limits, one at a time, with 512 requests in
+flight on an H100: of a hybrid model, for which a dense one of its size stands in, and of
+lengths of which the means alone are known. --orders replays strategies and caps whose order the
+field reports, on a profile of a 7B model on an A100.
 """
 
 # ruff: noqa: T201 - a benchmark prints
@@ -19,13 +25,13 @@ reports, on a profile of a 7B model on an A100.
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import re
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -40,6 +46,7 @@ from tuner.run.loads.strategies import strategies, uniform
 from tuner.shadow.correction import Anchor, by_anchor
 from tuner.shadow.derived.derive import derive
 from tuner.shadow.derived.gpus import gpu_of
+from tuner.shadow.derived.models import library
 from tuner.shadow.derived.wanted import Wanted
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import Profile
@@ -47,8 +54,18 @@ from tuner.traffic.formats import read_trace
 from tuner.traffic.resample import at_load
 from tuner.traffic.traces import LoadModel, Trace
 
-MODEL, GPU, BUDGET = "nvidia/Llama-3.1-70B-Instruct-FP8", "h200_sxm", 8192
+BUDGET, LONGEST = 8192, 20480
 SEVEN_B = Path(__file__).resolve().parents[2] / "examples" / "qwen2.5-7b-shape"
+MODELS = {
+    ("meta-llama/Llama-3.1-70B", "fp8"): "nvidia/Llama-3.1-70B-Instruct-FP8",
+    ("Qwen/Qwen3-32B", ""): "Qwen/Qwen3-32B",
+    ("openai/gpt-oss-120b", "fp4"): "openai/gpt-oss-120b",
+}
+"""What is derived for published points, by their model and precision."""
+
+_NOT_SPREAD = ("pp_size", "attention_dp_size", "moe_ep_size")
+MOST_IN_FLIGHT = 128
+"""Of 512 in flight the points are of caps that nobody has published."""
 
 
 def closed_trace(isl: int, osl: int, count: int) -> Trace:
@@ -71,15 +88,37 @@ def point(profile: Profile, row: dict[str, Any]) -> dict[str, float]:
     return {"ttft_ms": 1e3 * float(ttft_s.mean()), "tpot_ms": 1e3 * float(tpot_s.mean())}
 
 
-def points(tables: Path) -> list[dict[str, Any]]:
+def published() -> dict[tuple[str, str, int], list[dict[str, Any]]]:
+    """Return the points that come with the library, by model, GPU and how many of it."""
+    found: dict[tuple[str, str, int], dict[tuple[object, ...], dict[str, Any]]]
+    found = defaultdict(dict)
+    path = Path(str(library("aiconfigurator_core").__file__)).parent / "systems"
+    with (path / "silicon_sample.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            model = MODELS.get((row["model_path"], row["precision"]))
+            spread = {row[name] or "1" for name in _NOT_SPREAD}
+            if (row["backend"], row["mode"], spread) != ("vllm", "agg", {"1"}):
+                continue
+            point: dict[str, Any] = {
+                "isl": int(row["isl"]),
+                "osl": int(row["osl"]),
+                "concurrency": int(row["batch_size"]),
+                "vllm": row["backend_version"],
+            }
+            if model and point["concurrency"] <= MOST_IN_FLIGHT:
+                took = {name: float(row[f"silicon_{name}"]) for name in ("ttft_ms", "tpot_ms")}
+                # Some stand there twice.
+                key = model, row["system"], int(row["tp_size"])
+                found[key][tuple(point.values())] = point | took
+    return {key: list(rows.values()) for key, rows in sorted(found.items())}
+
+
+def points() -> list[dict[str, Any]]:
     """Return the published points with what is predicted, derived and with one point known."""
-    table = next(t for t in json.loads(tables.read_text())["tables"] if len(t["rows"]) == 60)
-    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
     found: list[dict[str, Any]] = []
-    names = ("isl", "osl", "concurrency", "tp", "ttft_ms", "tpot_ms")
-    for parallel in sorted({int(row["tp"]) for row in rows}):
-        mine = [row for row in rows if int(row["tp"]) == parallel]
-        wanted = Wanted(gpu_of(GPU), MODEL, parallel, EngineLimits(64, BUDGET))
+    for (model, gpu, parallel), mine in published().items():
+        limits = EngineLimits(MOST_IN_FLIGHT, BUDGET)
+        wanted = Wanted(gpu_of(gpu), model, parallel, limits, max_model_len=LONGEST)
         profile = derive(wanted)
         predicted = [point(profile, row) for row in mine]
         middle = sorted(range(len(mine)), key=lambda i: mine[i]["tpot_ms"])[len(mine) // 2]
@@ -89,37 +128,24 @@ def points(tables: Path) -> list[dict[str, Any]]:
         anchor = Anchor(tpot_s, seqs, prompt + output // 2, prompt, output)
         level, _ = by_anchor(profile, anchor, EngineLimits(seqs, BUDGET))
         for i, row in enumerate(mine):
-            kept = {name: row[name] for name in names}
-            found.append(
-                {
-                    **kept,
-                    "predicted": predicted[i],
-                    "anchored": None if i == middle else point(level, row),
-                }
-            )
-            print(found[-1], file=sys.stderr, flush=True)
+            more = {
+                "predicted": predicted[i],
+                "anchored": None if i == middle else point(level, row),
+            }
+            found.append({"model": model, "gpu": gpu, "tp": parallel, **row, **more})
+        print(model, gpu, parallel, len(mine), file=sys.stderr, flush=True)
     return found
 
 
 def tell_points(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Print and return how far off they are, and whether the order within a sweep holds."""
-    figures: dict[str, Any] = {}
-    for source in ("predicted", "anchored"):
-        for metric in ("tpot_ms", "ttft_ms"):
-            off = [row[source][metric] / row[metric] - 1 for row in found if row[source]]
-            size = np.abs(off)
-            figure = {
-                "median": median(off),
-                "median_size": float(np.median(size)),
-                "p80_size": float(np.quantile(size, 0.8)),
-                "worst": float(size.max()),
-            }
-            figures[f"{source} {metric}"] = {**figure, "n": len(off)}
-            shown = ", ".join(f"{name} {value:+.1%}" for name, value in figure.items())
-            print(f"{source:<9} {metric}: {shown}, n {len(off)}")
+    """Print and return how far off they are, by model and GPU, and whether orders hold."""
+    by_kind = defaultdict(list)
+    for row in found:
+        by_kind[f"{row['model']} {row['gpu']}"].append(row)
+    figures = {kind: _errors(kind, rows) for kind, rows in by_kind.items()}
     sweeps = defaultdict(list)
     for row in found:
-        sweeps[row["isl"], row["osl"], row["tp"]].append(row)
+        sweeps[tuple(row[name] for name in _SWEEP)].append(row)
     kept = [rows for rows in sweeps.values() if len(rows) >= 3]
     ranks = [
         float(spearmanr([r["tpot_ms"] for r in rows], [_predicted(r) for r in rows]).statistic)
@@ -136,6 +162,31 @@ def tell_points(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     figures["same best concurrency"] = {"hits": hits, "n": len(kept)}
     print(f"rank correlation {mean:.3f}, the same best concurrency in {hits} of {len(kept)}")
     return figures
+
+
+_SWEEP = ("model", "gpu", "tp", "isl", "osl", "vllm")
+"""Points alike in these differ in how many are in flight."""
+
+
+def _errors(kind: str, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Print and return by how much longer than published the predictions of some points are."""
+    told: dict[str, Any] = {}
+    for source in ("predicted", "anchored"):
+        for metric in ("tpot_ms", "ttft_ms"):
+            has = [row for row in rows if row[source]]
+            off = np.array([row[source][metric] / row[metric] - 1 for row in has])
+            low, middle, high = np.quantile(off, (0.1, 0.5, 0.9))
+            figure = {
+                "p10": float(low),
+                "median": float(middle),
+                "p90": float(high),
+                "median_size": float(np.median(np.abs(off))),
+                "worst": float(np.abs(off).max()),
+            }
+            told[f"{source} {metric}"] = {**figure, "n": len(off)}
+            shown = ", ".join(f"{name} {value:+.1%}" for name, value in figure.items())
+            print(f"{kind}, {source} {metric}: {shown}, n {len(off)}")
+    return told
 
 
 def _predicted(row: dict[str, Any]) -> float:
@@ -225,14 +276,16 @@ def orders() -> dict[str, Any]:
 def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description="derived profiles beside published results")
-    parser.add_argument("--tables", type=Path, help="published points")
+    parser.add_argument("--points", action="store_true", help="points of the tables' library")
+    parser.add_argument("--tables", type=Path, help="published changes of one limit")
     parser.add_argument("--orders", action="store_true", help="orders that the field reports")
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
     content: dict[str, Any] = {"command": " ".join(Path(word).name for word in sys.argv)}
-    if args.tables:
-        found = points(args.tables)
+    if args.points:
+        found = points()
         content |= {"figures": tell_points(found), "points": found}
+    if args.tables:
         content["knobs"] = knobs(args.tables)
     if args.orders:
         content["orders"] = orders()

@@ -116,7 +116,7 @@ def test_a_derived_profile_says_its_own_error_before_and_after_a_point(
     assert run(["calibrate", "--profile", str(derived), *point]) == 0
     assert "taken to be wrong by 10%" in capfd.readouterr().out
     trace = a_recording(tmp_path, "few", trace=steady(60, per_s=6.0, prompt=100, output=20))
-    for path, said in ((derived, "up to 20 % longer"), (profile, "to be 10 % wrong")):
+    for path, said in ((derived, "up to 20 % off"), (profile, "to be 10 % wrong")):
         words = ["replay", "--engine", "shadow", "--profile", str(path), "--force-profile"]
         assert run([*words, "--trace", str(trace)]) == 0
         assert said in capfd.readouterr().out

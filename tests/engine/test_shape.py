@@ -33,11 +33,13 @@ def test_sizes_that_do_not_ascend_are_refused(sizes: tuple[int, ...]) -> None:
 
 @pytest.mark.engine
 @pytest.mark.parametrize("mode", ["balanced", "interactivity"])
-def test_sizes_are_those_that_the_vllm_at_hand_chooses(mode: str) -> None:
+@pytest.mark.parametrize("is_gpt_oss", [False, True], ids=["", "gpt-oss"])
+def test_sizes_are_those_that_the_vllm_at_hand_chooses(mode: str, *, is_gpt_oss: bool) -> None:
     from vllm.config.vllm import CUDAGraphMode, VllmConfig
+    from vllm.model_executor.models.config import GptOssForCausalLMConfig
 
     rng = np.random.default_rng(0)
-    shape = replace(SHAPE, vllm_version=installed_vllm()[1])
+    shape = replace(SHAPE, vllm_version=installed_vllm()[1], model_sets_graphs=is_gpt_oss)
     for _ in range(300):
         seqs = int(2 ** rng.uniform(0, 11))
         tokens = seqs + int(2 ** rng.uniform(0, 14)) - 1
@@ -52,11 +54,14 @@ def test_sizes_are_those_that_the_vllm_at_hand_chooses(mode: str) -> None:
             compilation_config=compilation,
             scheduler_config=SimpleNamespace(max_num_seqs=seqs, max_num_batched_tokens=tokens),
             performance_mode=mode,
+            structured_outputs_config=SimpleNamespace(reasoning_parser=""),
             speculative_config=None,
             num_speculative_tokens=0,
             uniform_decode_query_len=1,
             parallel_config=SimpleNamespace(tensor_parallel_size=1),
         )
+        if is_gpt_oss:
+            GptOssForCausalLMConfig.verify_and_update_config(config)
         VllmConfig._set_cudagraph_sizes(config)
         limits = EngineLimits(seqs, tokens)
         found = shape.chosen_sizes(limits, is_fine=mode == "interactivity")
@@ -88,6 +93,10 @@ def test_sizes_that_vllm_chose_follow_the_limits_and_others_stay() -> None:
     assert chosen.graphs_at(small, [small, race]).sizes == (1, 2, 4, 8, 16)
     fine = replace(NOW, captured_sizes=NOW.chosen_sizes(race, is_fine=True))
     assert fine.graphs_at(small, [race]).sizes == tuple(range(1, 17))
+    model = replace(NOW, model_sets_graphs=True)
+    set_by_it = replace(model, captured_sizes=model.chosen_sizes(small))
+    assert set_by_it.graphs_at(EngineLimits(8, 512), [small]).sizes[-1] == 512
+    assert set_by_it.graphs_at(race, [small]).sizes[-1] == 1024
     own = replace(NOW, captured_sizes=(1, 7, 300), captures_mixed=False)
     assert own.graphs_at(small, [race]) == Graphs((1, 7, 300), has_mixed=False)
     assert own.graphs_at(EngineLimits(8, 64), [race]).sizes == (1, 7)

@@ -13,15 +13,17 @@ from click.testing import CliRunner
 
 from support.paths import ROOT
 from tuner.cli.commands import tune as command
+from tuner.engine.compat.scheduler import with_windows
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Batch
+from tuner.engine.shape import FULL_ATTENTION, KvLayout
 from tuner.errors import Caveat, UsageError
 from tuner.replay.metrics import measure
 from tuner.replay.plan import ReplayPlan
 from tuner.shadow.calibration import StatedError
 from tuner.shadow.derived.derive import PREPARING_S, SEEN_HOST, derive
 from tuner.shadow.derived.gpus import GPUS, gpu_of
-from tuner.shadow.derived.models import ModelConfig
+from tuner.shadow.derived.models import ABOUT_GPT_OSS, ModelConfig
 from tuner.shadow.derived.wanted import Wanted
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiled import ProfiledEngine
@@ -141,6 +143,60 @@ def test_what_the_shadow_cannot_keep_account_of_is_refused(
 ) -> None:
     with pytest.raises(UsageError, match=words):
         derive(Wanted(gpu_of("h200"), a_config(tmp_path, **changed)))
+
+
+def test_gpt_oss_has_windows_graphs_of_its_own_and_room_beside_padded_experts() -> None:
+    """Its KV cache is in the groups that vLLM makes of its layers."""
+    small, large = (
+        derive(Wanted(gpu_of("h200"), f"openai/gpt-oss-{size}b", limits=EngineLimits(8, 2048)))
+        for size in (20, 120)
+    )
+    layout = KvLayout(looks_back=(True, False), window=128, retention=0)
+    for found in (small, large):
+        assert found.shape.kv_layout == layout
+        assert found.shape.captured_sizes[-1] == 1024
+        assert found.doubts == (ABOUT_GPT_OSS,)
+    # 0.92 of 141 GB without 66 and 14 GiB of weights and 4 of the engine's own.
+    block_bytes = 16 * 2 * 8 * 64 * 2
+    gib = [
+        found.kv_starts[0].num_blocks * layers / 2 * block_bytes / 2**30
+        for found, layers in ((small, 24), (large, 36))
+    ]
+    assert gib == pytest.approx([111, 59], abs=4)
+    trace, limits = read_trace(ROOT / "traces" / "chat.jsonl"), EngineLimits(64, 2048)
+    for found in (small, large):
+        replayed = Predictor(found).replay(trace, limits, ReplayPlan())
+        assert measure([replayed]).requests_per_s > 0
+
+
+@pytest.mark.engine
+def test_the_groups_of_gpt_oss_are_those_that_vllm_makes_of_its_layers() -> None:
+    found = derive(Wanted(gpu_of("h200"), "openai/gpt-oss-20b")).shape
+    plain = replace(found, kv_kind=FULL_ATTENTION, kv_groups=())
+    made = with_windows(plain, [128, 0] * 12, 0)
+    assert (made.kv_kind, made.kv_layout) == (found.kv_kind, found.kv_layout)
+
+
+@pytest.mark.parametrize(
+    ("changed", "served", "words"),
+    [
+        ({"sliding_window": 256}, {}, "has layers of sliding_attention"),
+        ({"layer_types": ["sliding_attention"] * 24}, {}, "has layers of sliding_attention"),
+        ({}, {"disable-hybrid-kv-cache-manager": True}, "keeps what lies behind a window"),
+    ],
+)
+def test_windows_that_the_tables_do_not_have_are_refused(
+    tmp_path: Path, changed: dict[str, object], served: dict[str, object], words: str
+) -> None:
+    known = ModelConfig.of("openai/gpt-oss-20b")
+    (tmp_path / "config.json").write_text(json.dumps({**known.content, **changed}))
+    with pytest.raises(UsageError, match=words):
+        derive(Wanted(gpu_of("h200"), str(tmp_path), serve_values=served))
+
+
+def test_weights_that_leave_no_room_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"no KV budget: the weights take 65\.8 GiB"):
+        derive(Wanted(gpu_of("h200"), "openai/gpt-oss-120b", memory_share=0.49))
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,8 @@ from support.same_replay import (
 from support.schedule_cases import Case
 from support.shadow_parts import a_shape, simulated
 from support.traffic import a_trace
-from tuner.engine.compat.shape import RETENTION
 from tuner.engine.limits import EngineLimits
-from tuner.engine.shape import EngineShape, KvGroup
+from tuner.engine.shape import RETENTION, EngineShape, KvGroup
 from tuner.errors import EngineError
 from tuner.replay.loop import ReplayLog
 from tuner.replay.plan import ReplayPlan

@@ -17,7 +17,7 @@ from tuner.errors import EngineError, TooFewSamplesError, TraceError, UsageError
 from tuner.replay.plan import ReplayPlan
 from tuner.run.options import TraceReading
 from tuner.shadow.calibration import StatedError
-from tuner.shadow.derived.derive import EXPECTED, derive
+from tuner.shadow.derived.derive import derive
 from tuner.shadow.derived.gpus import gpu_of
 from tuner.shadow.derived.wanted import Served, Wanted
 from tuner.shadow.learnt import learn_profile
@@ -85,7 +85,7 @@ def run_profile_derive(wanted: Wanted, output: Path, *, as_json: bool) -> int:
     tables, version = wanted.gpu.tables, profile.shape.vllm_version
     lines = [
         f"{profile.shape.model} on {gpus}, vLLM {version}, at {at}",
-        f"{profile.origin}; expect a {EXPECTED}",
+        f"{profile.origin}; expect {StatedError.of(profile).expected}",
         *(
             [f"the tables were measured in vLLM {tables}; {version} schedules this profile"]
             if tables != version

@@ -24,6 +24,9 @@ from tuner.stats import Floats, Ints
 # The kind of KV cache of a model whose layers all see the whole context.
 FULL_ATTENTION: Final = "full_attention"
 
+RETENTION: Final = "prefix_cache_retention_interval"
+"""The field of a group, and the option of vLLM, that is `KvLayout.retention`."""
+
 KvGroup = Mapping[str, bool | int | str | None]
 """A group of a model's KV cache: vLLM's class of it as `kind`, and its plain fields."""
 
@@ -63,7 +66,7 @@ class KvLayout:
             return cls(looks_back)
         both = zip(groups, looks_back, strict=True)
         windows = {group.get("sliding_window") for group, looks in both if looks}
-        retained = {group.get("prefix_cache_retention_interval") for group in groups}
+        retained = {group.get(RETENTION) for group in groups}
         if len(windows) > 1 or len(retained) > 1:
             return None
         window, kept = windows.pop(), retained.pop()
@@ -145,9 +148,10 @@ class EngineShape:
     `scheduler` holds the plain options of vLLM's SchedulerConfig under vLLM's names, the two
     tuned limits excepted. `captured_sizes` are the batch sizes in tokens for which graphs were
     captured, ascending, empty where there are none, of batches with prompts too if
-    `captures_mixed`. `kv_kind` is FULL_ATTENTION, or what else the model's KV cache is made
-    of, whose groups then are in `kv_groups`. `block_bytes` is what a block takes of the memory
-    of a device, 0 where nobody knows.
+    `captures_mixed`; `model_sets_graphs` says whether the model chooses the largest of them,
+    as gpt-oss does whatever max_num_seqs is. `kv_kind` is FULL_ATTENTION, or what else the
+    model's KV cache is made of, whose groups then are in `kv_groups`. `block_bytes` is what a
+    block takes of the memory of a device, 0 where nobody knows.
 
     Units: tokens, blocks of block_size tokens.
     """
@@ -166,6 +170,7 @@ class EngineShape:
     captured_sizes: tuple[int, ...]
     scheduler: Mapping[str, bool | int | float | str | None]
     captures_mixed: bool = True
+    model_sets_graphs: bool = False
     kv_groups: tuple[KvGroup, ...] = ()
     block_bytes: int = 0
 
@@ -257,10 +262,10 @@ class EngineShape:
 
     @property
     def _largest(self) -> int:
-        """The largest size that vLLM captures by itself on this device."""
+        """The largest size that vLLM captures by itself of this model, on this device."""
         # Compute capability 10.x, by the device's name.
         is_large = self.is_since(28) and re.search(r"\bG?B[23]00\b", self.device)
-        return 2 * LARGE_GRAPH if is_large else LARGE_GRAPH
+        return 2 * LARGE_GRAPH if is_large or self.model_sets_graphs else LARGE_GRAPH
 
     def chosen_sizes(
         self, limits: EngineLimits, *, top: int | None = None, is_fine: bool = False
@@ -271,16 +276,16 @@ class EngineShape:
         itself is one of them.
 
         Source: vllm/config/vllm.py, VllmConfig._set_cudagraph_sizes, 0.20 to 0.32, without
-            drafts.
+            drafts; vllm/model_executor/models/config.py, GptOssForCausalLMConfig.
         """
         top = top or self._largest
         seqs, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
-        largest = min(2 * seqs, top, tokens)
+        largest = min(top, tokens) if self.model_sets_graphs else min(2 * seqs, top, tokens)
         few = range(1, min(largest, 32) + 1) if is_fine else (1, 2, 4)
         sizes = {*few, *range(8, min(largest + 1, 256), 8), *range(256, largest + 1, 16)}
         if tokens <= largest:
             sizes.add(tokens)
-        if self.is_since(31) and seqs <= top:
+        if self.is_since(31) and seqs <= top and not self.model_sets_graphs:
             sizes.add(seqs)
         return tuple(sorted(size for size in sizes if size <= largest))
 
@@ -297,4 +302,7 @@ def is_since(vllm_version: str, minor: int) -> bool:
 
 LARGE_GRAPH: Final = 512
 """The largest size that vLLM captures by itself, twice that since 0.28 on devices of compute
-capability 10.x. Source: as of `chosen_sizes`."""
+capability 10.x, and where the model sets it. Source: as of `chosen_sizes`."""
+
+SETTING_GRAPHS: Final = frozenset({"GptOssForCausalLM"})
+"""Architectures that set the largest size that is captured. Source: as of `chosen_sizes`."""

@@ -34,7 +34,7 @@ NEEDED: Final = frozenset(
 
 
 KEPT: Final = {
-    "model_config": ("dtype", "max_model_len", "model", "quantization"),
+    "model_config": ("architecture", "dtype", "max_model_len", "model", "quantization"),
     "parallel_config": (
         *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
         "decode_context_parallel_size",

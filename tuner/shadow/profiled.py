@@ -18,7 +18,12 @@ from tuner.engine.serve_config import limits as limits_of
 from tuner.errors import Caveat, ShadowError
 from tuner.redact import REDACTED, redacted
 from tuner.shadow.calibration import StatedError
-from tuner.shadow.derived.models import ABOUT_QUANTISED, layers_of, quantisation_of
+from tuner.shadow.derived.models import (
+    ABOUT_GPT_OSS,
+    ABOUT_QUANTISED,
+    layers_of,
+    quantisation_of,
+)
 from tuner.shadow.profiles import Profile, check_fits
 
 # Keys of a configuration that change nothing of what a profile says: the two tuned limits,
@@ -111,7 +116,7 @@ class ProfiledEngine:
         """
         model = str(values.get("model", ""))
         here = quantisation_of(model) if self.profile.origin else None
-        is_quantised = ABOUT_QUANTISED in self.profile.doubts
+        is_quantised = not {ABOUT_QUANTISED, ABOUT_GPT_OSS}.isdisjoint(self.profile.doubts)
         if here is not None and bool(here) is not is_quantised:
             there = "quantised weights" if is_quantised else "weights that are not quantised"
             is_what = f"quantised ({here})" if here else "not"

@@ -326,6 +326,7 @@ class _Shape(_Record, rename={"captured_sizes": "captured_sizes_tokens"}):
     captured_sizes: tuple[Natural, ...]
     scheduler: Mapping[str, bool | int | float | str | None]
     captures_mixed: bool
+    model_sets_graphs: bool = False
     kv_groups: tuple[Mapping[str, bool | int | str | None], ...] = ()
     block_bytes: Natural = 0
 

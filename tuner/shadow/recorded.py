@@ -20,9 +20,9 @@ import msgspec
 import numpy as np
 
 from tuner.engine.compat.scheduler import with_windows
-from tuner.engine.compat.shape import RETENTION, recorded_shape, recorded_windows
+from tuner.engine.compat.shape import recorded_shape, recorded_windows
 from tuner.engine.limits import EngineLimits
-from tuner.engine.shape import EngineShape
+from tuner.engine.shape import RETENTION, EngineShape
 from tuner.errors import ShadowError, UsageError
 from tuner.files import UNREADABLE
 from tuner.stats import Bools, Floats, Ints

@@ -12,11 +12,11 @@ from typing import Any
 
 from tuner.engine.compat.core import limit_names
 from tuner.engine.compat.serve import parse_serve_values, quiet, resolve_config
-from tuner.engine.compat.shape import RETENTION, plain_group
+from tuner.engine.compat.shape import plain_group
 from tuner.engine.demo import demo_engine_args
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Emitted, Prompt
-from tuner.engine.shape import FULL_ATTENTION, EngineShape, KvGroup
+from tuner.engine.shape import FULL_ATTENTION, RETENTION, EngineShape, KvGroup
 from tuner.errors import EngineError, ShadowError
 
 # A token that no prompt holds; which one it is makes no difference to the schedule.

@@ -9,7 +9,13 @@ from enum import Enum
 from types import SimpleNamespace
 from typing import Any, Final
 
-from tuner.engine.shape import FULL_ATTENTION, EngineShape, KvGroup
+from tuner.engine.shape import (
+    FULL_ATTENTION,
+    RETENTION,
+    SETTING_GRAPHS,
+    EngineShape,
+    KvGroup,
+)
 from tuner.errors import ShadowError
 
 # Options of SchedulerConfig that decide nothing about a text model's schedule, or that are
@@ -30,9 +36,6 @@ _NOT_COPIED = (
 )
 _RECORDED: Final = ("parallel_config", "cache_config", "compilation_config", "scheduler_config")
 _EXTENSIONS: Final = ("speculative_config", "lora_config", "kv_transfer_config")
-
-
-RETENTION: Final = "prefix_cache_retention_interval"
 
 
 def read_shape(
@@ -97,6 +100,7 @@ def _shape(vllm_config: Any, block_size: int, device: str, version: str) -> Engi
         captured_sizes=captured_sizes(vllm_config),
         scheduler=_plain_options(vllm_config.scheduler_config),
         captures_mixed=_captures_mixed(vllm_config),
+        model_sets_graphs=str(model.architecture) in SETTING_GRAPHS,
     )
 
 

@@ -36,24 +36,29 @@ class Tables:
 
     def blocks(self, limits: EngineLimits) -> int:
         """Return the KV-cache blocks of a start. Raises: UsageError where there is no room."""
-        wanted, parallel = self.wanted, self._parallel
-        estimate = library("aiconfigurator_core.sdk").estimate_num_gpu_blocks
+        wanted, size = self.wanted, self.wanted.served.block_size
         with self._asked(f"at {limits}"):
-            return int(
-                estimate(
-                    self.folder,
-                    wanted.gpu.name,
-                    "vllm",
-                    wanted.gpu.tables,
-                    scheduler_block_size=wanted.served.block_size,
-                    max_num_tokens=limits.max_num_batched_tokens,
-                    max_batch_size=limits.max_num_seqs,
-                    memory_fraction_kind="of_total",
-                    memory_fraction_value=wanted.memory_share,
-                    kvcache_quant_mode=self._kv_dtype,
-                    **parallel,
-                )
+            found = library("aiconfigurator_core.sdk").estimate_kv_cache(
+                self.folder,
+                wanted.gpu.name,
+                "vllm",
+                wanted.gpu.tables,
+                max_num_tokens=limits.max_num_batched_tokens,
+                max_batch_size=limits.max_num_seqs,
+                memory_fraction_kind="of_total",
+                memory_fraction_value=wanted.memory_share,
+                kvcache_quant_mode=self._kv_dtype,
+                **self._parallel,
             )
+            loaded = self.config.loaded_bytes
+            if loaded is None:
+                return int(found["total_kv_size_tokens"]) // size
+            # The library takes experts to be smaller; half of the layers share a block.
+            weights = found["memory_breakdown"]["weights_bytes"]
+            room = found["total_kv_size_bytes"] + weights - loaded // wanted.tensor_parallel
+            if room <= 0:
+                raise ValueError(f"no KV budget: the weights take {loaded / 2**30:.1f} GiB")
+            return int(2 * room / found["kv_size_per_token_bytes"]) // size
 
     def steps(self, shape: EngineShape, held_tokens: int) -> StepColumns:
         """Return batches of all kinds with how long each takes. Raises: UsageError."""

@@ -8,6 +8,7 @@ from typing import Final, Self
 
 from tuner.engine.limits import EngineLimits
 from tuner.engine.serve_config import check_length, human_integer, hyphenated, limits, twin
+from tuner.engine.shape import RETENTION
 from tuner.errors import UsageError
 from tuner.shadow.derived.gpus import Gpu
 
@@ -77,6 +78,8 @@ class Served:
     num_blocks: int | None = None
     kv_dtype: str | None = None
     prefix_caching: bool = True
+    retention: int = 0
+    has_hybrid_cache: bool = True
     asynchronous: bool = True
     is_eager: bool = False
     scheduler: Mapping[str, bool | int | float | str] = field(default_factory=lambda: SCHEDULER)
@@ -103,6 +106,8 @@ class Served:
             num_blocks=said.integer("num-gpu-blocks-override"),
             kv_dtype=said.kv_dtype,
             prefix_caching=said.switch("enable-prefix-caching", default=True),
+            retention=said.integer(hyphenated(RETENTION), 0, least=0) or 0,
+            has_hybrid_cache=not said.switch("disable-hybrid-kv-cache-manager", default=False),
             asynchronous=said.switch("async-scheduling", default=True),
             is_eager=said.switch("enforce-eager", default=False),
             scheduler=scheduler,
@@ -145,14 +150,14 @@ class _Values:
         """Whether the configuration says anything of an option, also by its other name."""
         return key in self.values or twin(key) in self.values
 
-    def integer(self, key: str, default: int | None = None) -> int | None:
-        """Return a whole number of at least 1. Raises: UsageError."""
+    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int | None:
+        """Return a whole number of at least so much. Raises: UsageError."""
         value = self.values.get(key)
         if value is None:
             return default
         found = None if isinstance(value, bool) else human_integer(str(value))
-        if found is None or found < 1:
-            raise UsageError(f"{key}: {value} is no whole number of at least 1")
+        if found is None or found < least:
+            raise UsageError(f"{key}: {value} is no whole number of at least {least}")
         return found
 
     def share(self, key: str, default: float) -> float:
