@@ -113,13 +113,17 @@ def published() -> dict[tuple[str, str, int], list[dict[str, Any]]]:
     return {key: list(rows.values()) for key, rows in sorted(found.items())}
 
 
+def derived(model: str, gpu: str, parallel: int) -> Profile:
+    """Return the profile that points are predicted by."""
+    limits = EngineLimits(MOST_IN_FLIGHT, BUDGET)
+    return derive(Wanted(gpu_of(gpu), model, parallel, limits, max_model_len=LONGEST))
+
+
 def points() -> list[dict[str, Any]]:
     """Return the published points with what is predicted, derived and with one point known."""
     found: list[dict[str, Any]] = []
     for (model, gpu, parallel), mine in published().items():
-        limits = EngineLimits(MOST_IN_FLIGHT, BUDGET)
-        wanted = Wanted(gpu_of(gpu), model, parallel, limits, max_model_len=LONGEST)
-        profile = derive(wanted)
+        profile = derived(model, gpu, parallel)
         predicted = [point(profile, row) for row in mine]
         middle = sorted(range(len(mine)), key=lambda i: mine[i]["tpot_ms"])[len(mine) // 2]
         seqs = int(mine[middle]["concurrency"])
