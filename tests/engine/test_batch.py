@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from tuner.engine.compat.core import BatchReader
+from tuner.engine.compat.core import BatchReader, largest_batch_bytes
 
 
 def a_request(name: str, prompt: int, before: int, known: int | None = None) -> Any:
@@ -53,3 +53,11 @@ def test_who_was_preempted_while_it_answered_decodes_again_with_one_token() -> N
     found = batches.read(batch)
     assert found is not None
     assert (found.decode_seqs, found.prefill_seqs, found.decode_context_tokens) == (1, 0, 105)
+
+
+def test_what_the_largest_batch_took_is_read_off_a_worker_that_measured_it() -> None:
+    """vLLM counts what it takes graphs to need as activations, where it counts that at all."""
+    measured = SimpleNamespace(peak_activation_memory=1000, cudagraph_memory_estimate=300)
+    assert largest_batch_bytes(measured) == 700
+    assert largest_batch_bytes(SimpleNamespace(peak_activation_memory=1000)) == 1000
+    assert largest_batch_bytes(SimpleNamespace()) == 0

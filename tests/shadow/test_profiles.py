@@ -172,6 +172,15 @@ def test_starts_of_several_budgets_tell_what_a_token_costs() -> None:
     assert profile.num_blocks_at(EngineLimits(8, 10**7)) == 1
 
 
+def test_of_one_start_its_largest_batch_tells_what_a_token_costs() -> None:
+    shape = replace(PROFILE.shape, block_bytes=1 << 20, token_bytes=1 << 15)
+    one = replace(starting((64, 16384, 1488)), shape=shape)
+    assert one.num_blocks_at(EngineLimits(16, 2048)) == 1488 + (16384 - 2048) // 32
+    # What starts have shown counts more.
+    two = replace(starting((64, 16384, 1488), (64, 2048, 1600)), shape=shape)
+    assert two.num_blocks_at(EngineLimits(64, 9216)) == pytest.approx(1544, abs=1)
+
+
 def planted(seqs: int, tokens: int) -> tuple[int, int, int]:
     """Return a start of a device on which a token costs 1/32 and a sequence 5/8 blocks."""
     return seqs, tokens, 2000 - tokens // 32 - 5 * seqs // 8

@@ -503,6 +503,13 @@ def test_layers_that_are_not_known_well_enough_have_no_shadow(
         recorded_shape(config, "toy", "0.32.0")
 
 
+def test_of_a_recorded_model_that_sets_its_own_graphs_that_is_known() -> None:
+    config = a_config()
+    assert not recorded_shape(config, "toy", "0.32.0").model_sets_graphs
+    config["model_config"]["architecture"] = "GptOssForCausalLM"
+    assert recorded_shape(config, "toy", "0.32.0").model_sets_graphs
+
+
 @pytest.mark.parametrize(
     ("model", "windows"),
     [

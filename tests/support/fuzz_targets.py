@@ -180,6 +180,7 @@ def _steps(window: int | None = None) -> bytes:
     config = {
         "model_config": {
             "dtype": "torch.float16",
+            "architecture": "LlamaForCausalLM",
             "max_model_len": 4096,
             "model": "m",
             "vocab_size": 99,

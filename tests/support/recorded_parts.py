@@ -150,6 +150,7 @@ def a_config(**changed: Any) -> dict[str, Any]:
     known = {
         "model_config": {
             "dtype": f"torch.{shape.dtype}",
+            "architecture": "LlamaForCausalLM",
             "max_model_len": shape.max_model_len,
             "model": shape.model,
             "is_hybrid": False,

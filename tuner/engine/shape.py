@@ -151,7 +151,8 @@ class EngineShape:
     `captures_mixed`; `model_sets_graphs` says whether the model chooses the largest of them,
     as gpt-oss does whatever max_num_seqs is. `kv_kind` is FULL_ATTENTION, or what else the
     model's KV cache is made of, whose groups then are in `kv_groups`. `block_bytes` is what a
-    block takes of the memory of a device, 0 where nobody knows.
+    block takes of the memory of a device, `token_bytes` what a start leaves free of it for a
+    token of the budget, 0 where nobody knows.
 
     Units: tokens, blocks of block_size tokens.
     """
@@ -173,6 +174,7 @@ class EngineShape:
     model_sets_graphs: bool = False
     kv_groups: tuple[KvGroup, ...] = ()
     block_bytes: int = 0
+    token_bytes: int = 0
 
     def __post_init__(self) -> None:
         """Check the captured sizes."""

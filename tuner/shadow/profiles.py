@@ -192,9 +192,10 @@ class Profile:
     def _blocks_each(self) -> tuple[float, float]:
         """How many KV blocks a sequence and a token of the budget cost at a start.
 
-        0 where that is unknown: starts of much the same limit do not tell. Two starts that
-        differ in both leave open what costs how much; then the least of both that explains the
-        difference is taken, a sequence being thought to cost as much as SEQ_TOKENS tokens.
+        Starts of much the same limit do not tell. Of a token then counts what its activations
+        took at the start, of a sequence nothing. Two starts that differ in both leave open what
+        costs how much; then the least of both that explains the difference is taken, a sequence
+        being thought to cost as much as SEQ_TOKENS tokens.
 
         Source: least squares; what costs memory costs no less than nothing.
         """
@@ -215,7 +216,8 @@ class Profile:
             alone = np.diag(np.maximum(rows.T @ wanted / (rows**2).sum(axis=0), 0.0))
             missed = np.linalg.norm(rows @ alone - wanted[:, None], axis=0)
             each = alone[:, np.argmin(missed)]
-        return float(each[0]) * SEQ_TOKENS, float(each[1])
+        token = self.shape.token_bytes / max(1, self.shape.block_bytes)
+        return float(each[0]) * SEQ_TOKENS, float(each[1]) if tells[1] else token
 
 
 def check_fits(
@@ -329,6 +331,7 @@ class _Shape(_Record, rename={"captured_sizes": "captured_sizes_tokens"}):
     model_sets_graphs: bool = False
     kv_groups: tuple[Mapping[str, bool | int | str | None], ...] = ()
     block_bytes: Natural = 0
+    token_bytes: Natural = 0
 
 
 class _Host(_Record, rename={"token_s": "token_s_per_token"}):
