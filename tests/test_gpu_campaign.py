@@ -69,7 +69,7 @@ def test_its_stages_measure_keep_and_go_on(tmp_path: Path) -> None:
     assert [one["num_blocks"] for one in first["starts"]] == [
         first["starts"][0]["num_blocks"]
     ] * 3
-    assert first["third_off"] == 0
+    assert first["third_off"] == first["second_off"] == 0
     truth = kept(tmp_path, "truth-qwen")["result"]
     assert set(truth["predicted"]) == {"8/1024", "4/512"}
     assert (tmp_path / "truth-qwen.profile.yaml").exists()

@@ -80,7 +80,10 @@ class Stage:
 def _starts_row(result: dict[str, Any]) -> str:
     blocks = ", ".join(f"{s['num_blocks']:,} at {s['limits']}" for s in result["starts"])
     took = ", ".join(f"{s['start_s']:.0f} s" for s in result["starts"])
-    return f"{blocks} blocks, in {took}; the third foretold {result['third_off']:+.1%} off"
+    off = f"the third foretold {result['third_off']:+.1%} off, "
+    return (
+        f"{blocks} blocks, in {took}; {off}the second by the first {result['second_off']:+.1%}"
+    )
 
 
 def _truth_row(result: dict[str, Any]) -> str:

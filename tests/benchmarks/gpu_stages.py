@@ -20,6 +20,7 @@ import truth_figures
 from shadow_truth import Scenario
 
 from tuner.engine.demo import DEMO_MODEL_DIR, bundled, demo_engine_args
+from tuner.engine.shape import EngineShape
 from tuner.replay.metrics import Measurement
 from tuner.replay.plan import ReplayPlan
 from tuner.run.directory import STEPS_FILE
@@ -198,20 +199,29 @@ def _is_there(name: str) -> bool:
 
 
 def starts(campaign: Campaign) -> dict[str, Any]:
-    """Start at three limits: what it takes, and whether two tell the blocks of the third."""
+    """Start at three limits: what it takes, and whether starts tell the blocks of others.
+
+    Two of them those of the third, and the first alone, by what its largest batch took, those
+    of the second.
+    """
     from tuner.engine.live import LiveSource
     from tuner.replay.process import EngineProcess
 
     found: list[dict[str, Any]] = []
+    shapes: list[EngineShape] = []
+    carrier = read_profile(bundled_profiles()["demo"])
     values = campaign.values("qwen")
     with EngineProcess(LiveSource(), campaign.out / "starts.log") as host:
         for limits in map(truth_figures.limits_of, campaign.size.starts):
             began_s = time.monotonic()
             started = host.start(values, limits)
-            info = started.info
+            info, shape = started.info, started.shape or carrier.shape
+            shapes.append(shape)
             found.append(
                 {
                     "limits": str(limits),
+                    "token_bytes": shape.token_bytes,
+                    "block_bytes": shape.block_bytes,
                     "start_s": started.start_s,
                     "warm_up_s": started.warm_up_s,
                     "process_s": time.monotonic() - began_s,
@@ -227,14 +237,17 @@ def starts(campaign: Campaign) -> dict[str, Any]:
     known = [
         KvStart(truth_figures.limits_of(one["limits"]), one["num_blocks"]) for one in found
     ]
-    carrier = read_profile(bundled_profiles()["demo"])
-    told = replace(carrier, kv_starts=tuple(known[:2])).num_blocks_at(known[2].limits)
+    carrier = replace(carrier, shape=shapes[0])
+    second, third = (
+        replace(carrier, kv_starts=tuple(known[:n])).num_blocks_at(known[n].limits)
+        for n in (1, 2)
+    )
     return {
         "device": info.device,
         "vllm": info.vllm_version,
         "starts": found,
-        "third_foretold": told,
-        "third_off": told / known[2].num_blocks - 1,
+        "second_off": second / known[1].num_blocks - 1,
+        "third_off": third / known[2].num_blocks - 1,
     }
 
 

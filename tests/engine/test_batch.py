@@ -56,7 +56,7 @@ def test_who_was_preempted_while_it_answered_decodes_again_with_one_token() -> N
 
 
 def test_what_the_largest_batch_took_is_read_off_a_worker_that_measured_it() -> None:
-    """vLLM counts what it takes graphs to need as activations, where it counts that at all."""
+    """What graphs were thought to take is among the activations, where vLLM counts it."""
     measured = SimpleNamespace(peak_activation_memory=1000, cudagraph_memory_estimate=300)
     assert largest_batch_bytes(measured) == 700
     assert largest_batch_bytes(SimpleNamespace(peak_activation_memory=1000)) == 1000
