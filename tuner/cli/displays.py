@@ -250,8 +250,8 @@ def show_outcome(outcome: RunResult, written_to: str) -> None:
 
 
 def _show_advice(outcome: RunResult, advice: Advice) -> None:
-    if outcome.knobs is not None and outcome.knobs.is_deployed:
-        say(outcome.knobs.together)
+    if outcome.turned is not None:
+        say(outcome.turned.together)
         say("the limits alone:")
     if outcome.cut_off:
         say(outcome.cut_off)

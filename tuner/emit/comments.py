@@ -32,10 +32,9 @@ def comments(result: RunResult, advice: Advice, run_dir: str) -> list[str]:
     before = with_keys(current)
     decisive_first = sorted(result.evidence, key=lambda row: row.metric != advice.gain_metric)
     rows = [f"  {row.text}" for row in decisive_first]
-    knobs = result.knobs
-    if knobs is not None and knobs.is_deployed:
-        keys = ", ".join(knobs.deployed)
-        lines += [knobs.together, f"{SET_BESIDE}{keys}", "the limits alone:"]
+    if result.turned is not None:
+        keys = ", ".join(result.turned.settings)
+        lines += [result.turned.together, f"{SET_BESIDE}{keys}", "the limits alone:"]
     if advice.is_change:
         lines += [f"why: {advice.for_bounds}"] if advice.for_bounds else []
         lines += [f"against the current {before}{result.at_which_load}:", *rows]

@@ -306,8 +306,8 @@ def spelled(limits: EngineLimits) -> str:
 
 def _gain(result: RunResult, advice: Advice) -> str:
     """Return the gain of what is recommended, with its interval, in one line."""
-    if result.knobs is not None and result.knobs.is_deployed:
-        return result.knobs.together
+    if result.turned is not None:
+        return result.turned.together
     if not advice.is_change:
         return f"none: keep what you have, {advice.why}"
     if not result.evidence:

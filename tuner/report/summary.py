@@ -36,8 +36,8 @@ def headline(run: RunFiles) -> str:
     advice = result.recommendation
     if advice is None:
         return "No configuration meets the SLOs"
-    if result.knobs is not None and result.knobs.is_deployed:
-        knobs = settings_text(result.knobs.settings)
+    if result.turned is not None:
+        knobs = settings_text(result.turned.settings)
         return f"Set {limits_words(result.deployed)}, {knobs}"
     if not advice.is_change:
         return f"Keep what you have: {limits_words(run.current)}"
@@ -48,8 +48,8 @@ def answer(run: RunFiles) -> Section:
     """Return the sentences below the headline."""
     result = run.result
     sentences = [*_state(result), *_gain(run), *_limits(result), *_behind(result)]
-    if result.knobs is not None and result.knobs.is_deployed:
-        sentences.insert(0, result.knobs.together)
+    if result.turned is not None:
+        sentences.insert(0, result.turned.together)
     return Section("answer", "The answer", tuple(sentence(text) for text in sentences))
 
 

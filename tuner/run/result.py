@@ -184,10 +184,15 @@ class RunResult:
         return f"{how} on engines started cold: {metric} {in_race}{there}"
 
     @property
+    def turned(self) -> KnobAdvice | None:
+        """The knobs that are turned in what is emitted, None where none is."""
+        return self.knobs if self.knobs is not None and self.knobs.is_deployed else None
+
+    @property
     def deployed(self) -> EngineLimits:
         """The limits that are deployed: others than were found alone where knobs want them."""
-        if self.knobs is not None and self.knobs.is_deployed:
-            return self.knobs.limits
+        if self.turned is not None:
+            return self.turned.limits
         return self.current if self.recommendation is None else self.recommendation.limits
 
     @property

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
+from tuner.emit.comments import with_keys
 from tuner.emit.names import Format
 from tuner.emit.recommendation import Recommendation, spelled
 from tuner.emit.registry import TARGETS, checked_writer, emit, limits_in, merge_into
@@ -159,8 +160,7 @@ class Publisher:
             f"(sha256 {trace.sha256[:8]}…), {hours:.1f} h before {_time(reason.made_s)}",
             f"vLLM {shape.vllm_version}, {shape.device}, PREDICTED by the shadow of a profile "
             f"of {made}, not measured",
-            f"against the current max-num-seqs {current.max_num_seqs}, "
-            f"max-num-batched-tokens {current.max_num_batched_tokens}:",
+            f"against the current {with_keys(current)}:",
             *([f"  {reason.gain}"] if reason.gain else []),
             f"why: {reason.why}",
             f"evidence: {reason.evidence}",
