@@ -116,7 +116,7 @@ class EngineRunner:
         self._note = note
         self._noted: set[str] = set()
         self._values = values
-        self._seed = seed
+        self.seed = seed
         self._traces: dict[str, Trace] = {}
         self.ceiling = ceiling
         self.started: EngineStart | None = None
@@ -135,7 +135,7 @@ class EngineRunner:
             return
         self._traces[name] = trace
         if self.started is not None:
-            self.process.load(name, trace, self._seed)
+            self.process.load(name, trace, self.seed)
 
     def ensure_started(self, limits: EngineLimits | None = None) -> EngineStart:
         """Return the running engine, starting it if there is none.
@@ -187,7 +187,7 @@ class EngineRunner:
                 self._noted.add(line)
                 self._note(line)
         for name, trace in self._traces.items():
-            self.process.load(name, trace, self._seed)
+            self.process.load(name, trace, self.seed)
         return self.started
 
     def cold_start_s(self, limits: EngineLimits) -> float:
@@ -250,7 +250,7 @@ class EngineRunner:
         scaled = f"{name} at another load"
         trace = at_load(self._traces[name], load)
         # Not kept among the traces: a later load takes its place.
-        self.process.load(scaled, trace, self._seed)
+        self.process.load(scaled, trace, self.seed)
         return scaled
 
     @contextmanager

@@ -217,7 +217,7 @@ class Blocks:
         aim = runner.context.aim
         self.runner, self.calibrator, self.predictor_of = runner, calibrator, predictor_of
         self.trace = predicted_part(runner.context.trace, aim)
-        self.rng = np.random.default_rng(0)
+        self.rng = np.random.default_rng(runner.engine.seed)
         self.are_alone = are_alone
         self.tells_capacity = aim.plan.bears_loads and (
             tells_capacity or aim.objective is Objective.CAPACITY
