@@ -267,6 +267,16 @@ def test_a_dollar_reaches_vllm_as_it_stands(chosen: Format, tmp_path: Path) -> N
     assert "--chat-template=$(A) $$ ${B}" in STARTED[chosen](emit(chosen, rec), tmp_path)
 
 
+@pytest.mark.parametrize("chosen", sorted({*SHARED} - {Format.ARGS}))
+def test_a_container_is_said_to_need_the_files_that_settings_name(chosen: Format) -> None:
+    """An argument list is for the machine at hand."""
+    values = {"chat-template": "/srv/chat.jinja", "root-path": "/v1", "seed": 1}
+    text = emit(chosen, Recommendation({"model": "m", **values}, WINNER))
+    said = [line for line in text.splitlines() if "names the file" in line]
+    wanted = "chat-template names the file /srv/chat.jinja: mount it there, or make it part"
+    assert [line.lstrip("# ").startswith(wanted) for line in said] == [True]
+
+
 def test_a_shell_takes_any_value(tmp_path: Path) -> None:
     awkward = 'it\'s a "test" $HOME `id` \\ # no comment'
     rec = Recommendation({"model": "m m", "chat-template": awkward}, WINNER, ("two\nlines",))

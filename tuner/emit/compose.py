@@ -34,7 +34,7 @@ def write(rec: Recommendation, names: Names) -> str:
         ],
         "labels": _labels(rec),
     }
-    notes = container.address_notes(rec)
+    notes = container.machine_notes(rec)
     if rec.requires_api_key:
         service["environment"] = {API_KEY_ENV: f"${{{API_KEY_ENV}:?{ASKED}}}"}
         where = f"{API_KEY_ENV}, in the environment or in a file .env beside this one"

@@ -16,6 +16,10 @@ DEFAULT_PORT: Final = 8000
 MODELS_DIR: Final = "/models"
 """Where a model that is a folder is mounted: ours."""
 
+_PATHS = ("/", "./", "../", "~/")
+# What names no file that has to be there, or is told of by itself.
+_NO_FILES = frozenset({"model", "root-path", "uds", "download-dir"})
+
 # A large model may take minutes to load and compile: ours, 30 minutes.
 _START_PROBES = 180
 _PROBE_PERIOD_S = 10
@@ -76,16 +80,24 @@ def words(rec: Recommendation, *but: str) -> list[str]:
 def notes(rec: Recommendation) -> list[str]:
     """Return what a pod leaves out of the settings, and what it needs."""
     if not rec.is_folder:
-        return address_notes(rec)
+        return machine_notes(rec)
     message = f"put {rec.model} into the volume claim {claim(rec)} as {rec.name}"
-    return [*address_notes(rec), f"the model is a folder: {message}"]
+    return [*machine_notes(rec), f"the model is a folder: {message}"]
 
 
-def address_notes(rec: Recommendation) -> list[str]:
-    """Return what a container leaves out of the settings."""
-    if "host" not in rec.shared:
-        return []
-    return ["left out host: a container is reached on all of its addresses"]
+def machine_notes(rec: Recommendation) -> list[str]:
+    """Return what a container leaves out of the settings, and which files they ask of it."""
+    left_out = "left out host: a container is reached on all of its addresses"
+    return [*([left_out] if "host" in rec.shared else []), *file_notes(rec)]
+
+
+def file_notes(rec: Recommendation) -> list[str]:
+    """Return which settings name files that no image has by itself."""
+    return [
+        f"{key} names the file {value}: mount it there, or make it part of the image"
+        for key, value in rec.shared.items()
+        if key not in _NO_FILES and str(value).startswith(_PATHS)
+    ]
 
 
 def secret(rec: Recommendation, workload: str) -> str:

@@ -105,6 +105,7 @@ def write(rec: Recommendation, names: Names) -> str:
     if rec.is_folder:
         model["pvcStorage"] = "50Gi"
     notes = ["requests of CPU and memory are examples: fit them to your nodes"]
+    notes += container.file_notes(rec)
     if rec.is_folder:
         notes.append(f"the model is a folder: put {rec.model} into the chart's volume, /data")
     spec: dict[str, Any] = {"runtimeClassName": "", "modelSpec": [model]}
