@@ -12,6 +12,7 @@ import pytest
 from support.live_parts import start_live
 from support.traffic import a_trace, kept
 from tuner.engine.compat import graphs
+from tuner.engine.compat.core import largest_batch_bytes
 from tuner.engine.demo import demo_engine_args
 from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveSource
@@ -84,6 +85,8 @@ def test_workers_that_are_processes_are_timed_and_read_alike(
         executor = engine._running_core._core.model_executor
         shown = graphs.Shown((1, 2), 2)
         assert executor.collective_rpc(graphs.show, args=(shown,)) == [True, True]
+        # Of a CPU's memory vLLM measures nothing.
+        assert executor.collective_rpc(largest_batch_bytes) == [0, 0]
     finally:
         engine.close()
     assert log.timelines.count(Outcome.COMPLETED) == len(trace)
