@@ -70,11 +70,10 @@ class Size:
 
 def large(traces: Path) -> Size:
     """Return what an 80 GB card is looked at with; lengths are as recorded."""
-    qwen, llama = (
-        ROOT / "examples" / f"{name}-shape" for name in ("qwen2.5-7b", "llama-3.1-8b")
-    )
+    shapes = {"qwen": "qwen2.5-7b", "llama": "llama-3.1-8b", "gemma": "gemma-3-4b"}
+    folder = ROOT / "examples"
     return Size(
-        shapes={"qwen": str(qwen), "llama": str(llama)},
+        shapes={name: str(folder / f"{model}-shape") for name, model in shapes.items()},
         values={
             "load-format": "dummy",
             "skip-tokenizer-init": True,
@@ -104,7 +103,7 @@ def small(_traces: Path) -> Size:
     """Return what the test of this script is content with: seconds on a CPU."""
     translation = str(bundled("traces") / "translation.jsonl")
     return Size(
-        shapes={"qwen": str(DEMO_MODEL_DIR), "llama": str(DEMO_MODEL_DIR)},
+        shapes=dict.fromkeys(("qwen", "llama", "gemma"), str(DEMO_MODEL_DIR)),
         values={**demo_engine_args(), "max-model-len": 4096},
         conv=(translation, 1.0, 0.4),
         code=(translation, 1.5, 0.4),
@@ -295,6 +294,7 @@ def scenarios() -> dict[str, Callable[[Campaign], Scenario]]:
             kv_cache_memory_bytes=c.size.tight_bytes,
         ),
         "truth-llama": lambda c: c.scenario("llama, code", "llama", c.size.code),
+        "truth-windows": lambda c: c.scenario("gemma, conv", "gemma", c.size.conv),
         "truth-eager": lambda c: c.scenario(
             "qwen, conv, eager", "qwen", c.size.conv, 4, enforce_eager=True
         ),
