@@ -197,6 +197,7 @@ def test_the_groups_of_gpt_oss_are_those_that_vllm_makes_of_its_layers() -> None
     [
         ({"sliding_window": 256}, {}, "has layers of sliding_attention"),
         ({"layer_types": ["sliding_attention"] * 24}, {}, "has layers of sliding_attention"),
+        ({"quantization_config": None}, {}, "windows of gpt-oss in MXFP4 alone"),
         ({}, {"disable-hybrid-kv-cache-manager": True}, "keeps what lies behind a window"),
     ],
 )

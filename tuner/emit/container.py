@@ -18,7 +18,7 @@ MODELS_DIR: Final = "/models"
 
 _PATHS = ("/", "./", "../", "~/")
 # What names no file that has to be there, or is told of by itself.
-_NO_FILES = frozenset({"model", "root-path", "uds", "download-dir"})
+_NO_FILES = frozenset({"model", "served-model-name", "root-path", "uds", "download-dir"})
 
 # A large model may take minutes to load and compile: ours, 30 minutes.
 _START_PROBES = 180

@@ -277,6 +277,7 @@ class ModelConfig:
         is_as_known = (
             sorted(layers) == sorted([_LOOKS_BACK, _SEES_ALL] * half)
             and self.integer("sliding_window", 0) == window
+            and self.quantised_by == "mxfp4"
         )
         return window if half and is_as_known else 0
 
@@ -303,7 +304,7 @@ class ModelConfig:
         if found:
             raise UsageError(
                 f"{self.model} has {found}, and the tables know full attention, and sliding "
-                "windows of gpt-oss alone",
+                "windows of gpt-oss in MXFP4 alone",
                 "measure it: tune on one such GPU",
             )
 
