@@ -132,6 +132,28 @@ def test_limits_in_a_file_that_names_another_model_are_doubted(
     assert (note in capsys.readouterr().err) is is_doubted
 
 
+@pytest.mark.parametrize(
+    ("said", "is_refused"),
+    [
+        ("no-enable-chunked-prefill: true\nmax-model-len: 8192", True),
+        ("enable_chunked_prefill: false\nmax_model_len: 8k", True),
+        ("enable-chunked-prefill: false", True),
+        ("enable-chunked-prefill: false\nmax-model-len: 512", False),
+        ("enable-chunked-prefill: true\nmax-model-len: 8192", False),
+        ("max-model-len: 8192", False),
+    ],
+)
+def test_a_file_that_vllm_does_not_start_with_these_limits_is_told(
+    said: str, tmp_path: Path, capsys: Output, *, is_refused: bool
+) -> None:
+    """Of prompts that are computed whole the longest has to fit into a batch."""
+    theirs = tmp_path / "theirs.yaml"
+    theirs.write_text(f"model: Qwen/Qwen2.5-7B-Instruct\n{said}\n")
+    assert run(["emit", str(a_run_dir(tmp_path)), "--merge", str(theirs)]) == 0
+    note = f"note: {theirs} switches chunked prefill off: vLLM then refuses to start with a"
+    assert (note in capsys.readouterr().err) is is_refused
+
+
 def test_a_file_that_nobody_tuned_is_told_to_be_none(tmp_path: Path, capsys: Output) -> None:
     tuned, plain = tmp_path / "tuned.yaml", tmp_path / "current.yaml"
     tuned.write_text(emitted(capsys, str(a_run_dir(tmp_path))))

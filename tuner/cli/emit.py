@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -15,6 +16,7 @@ from tuner.emit.recommendation import Recommendation
 from tuner.emit.registry import emit, emit_patch, merge_into
 from tuner.emit.sources import read_source
 from tuner.emit.target import Names
+from tuner.engine.serve_config import human_integer
 from tuner.errors import UsageError
 from tuner.files import ExpectedText, is_no_file, write_atomic
 from tuner.redact import has_secrets
@@ -95,16 +97,39 @@ def holds_secrets(chosen: Format, rec: Recommendation) -> bool:
     return chosen in (Format.VLLM, Format.VLLM_EXACT) and has_secrets(rec.values)
 
 
-def _doubts(path: Path | None, rec: Recommendation) -> list[str]:
-    """Return that a file may serve another model, where the tuned one has no name in it."""
+# Settings in whatever a deployment writes them: flags, keys, camel case.
+_WHOLE_PROMPTS = re.compile(
+    r"no-enable-chunked-?prefill(?!\W*false)|enable-?chunked-?prefill\W{1,4}false",
+    re.IGNORECASE,
+)
+_LONGEST = re.compile(r"max-?model-?len\W{1,6}(\d[\d-]*[km]?)\b", re.IGNORECASE)
+
+
+def _doubts(path: Path | None, rec: Recommendation) -> Iterator[str]:
+    """Yield why a file may not be one for these limits.
+
+    It may serve another model, where the tuned one has no name in it, or in a way in which
+    vLLM does not start with them.
+
+    Source: vllm/config/scheduler.py, SchedulerConfig.verify_max_model_len.
+    """
     name = re.escape(rec.model.rstrip("/").rpartition("/")[2])
     text = "" if path is None else path.read_text(encoding="utf-8")
-    if re.search(rf"(?<![\w.-]){name}(?![\w.-])", text, re.IGNORECASE):
-        return []
-    return [
-        f"{path} names {rec.model} nowhere, for which these limits were tuned: another model "
-        "has others; --model says what it is called there"
+    if not re.search(rf"(?<![\w.-]){name}(?![\w.-])", text, re.IGNORECASE):
+        yield (
+            f"{path} names {rec.model} nowhere, for which these limits were tuned: another "
+            "model has others; --model says what it is called there"
+        )
+    hyphened, budget = text.replace("_", "-"), rec.limits.max_num_batched_tokens
+    longest = [
+        human_integer(found.replace("-", "")) or 0 for found in _LONGEST.findall(hyphened)
     ]
+    if _WHOLE_PROMPTS.search(hyphened) and max(longest, default=budget + 1) > budget:
+        yield (
+            f"{path} switches chunked prefill off: vLLM then refuses to start with a "
+            f"max-num-batched-tokens of {budget} that is less than max-model-len; leave it on, "
+            "or tune with that configuration"
+        )
 
 
 def _put(output: Path | None, text: str, *, secret: bool) -> None:
