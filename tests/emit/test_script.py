@@ -134,3 +134,24 @@ def test_a_script_that_only_speaks_of_vllm_is_refused(tmp_path: Path, capsys: Ou
     source = str(a_run_dir(tmp_path))
     assert run(["emit", source, "--format", "kubernetes", "--merge", str(path)]) == 2
     assert "got a script without one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("script", "stays"),
+    [
+        ("bench --max-num-seqs 7 & vllm serve m", True),
+        ("vllm serve m --max-num-seqs 8; /usr/bin/bench --max-num-seqs=7", False),
+        ("vllm serve m --max-num-seqs 8 && nice bench --max-num-seqs 7", False),
+        ('serve() { vllm serve m "$@"; }; serve --max-num-seqs 7', False),
+        ('set -- --max-num-seqs 7; vllm serve m "$@"', False),
+        ("FLAGS='--max-num-seqs 7'; vllm serve m $FLAGS", False),
+        ("vllm serve m; ./again.sh --max-num-seqs 7", False),
+        ("bench --max-num-seqs 7", False),
+    ],
+)
+def test_flags_of_another_program_stay_where_they_cannot_be_vllms(
+    script: str, *, stays: bool
+) -> None:
+    """Beside a command that starts vLLM a program by its plain name has its own."""
+    edited = edit_line(script, TUNED)
+    assert ("seqs 7" in edited or "seqs=7" in edited) is stays

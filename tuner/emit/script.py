@@ -43,6 +43,9 @@ _NO_WRAPPERS: Final = frozenset(
     | {"for", "case", "cat", "which", "type", "alias", "trap", "sed", "awk"}
 )
 """Commands that only speak of what is named behind them, or look for it."""
+_SETTERS: Final = frozenset({"set", "export", "declare", "local", "readonly", "typeset"})
+"""Commands that keep words for a later one."""
+_PROGRAM: Final = re.compile(r"\w[\w.+-]*(?<!\.sh)(?<!\.bash)")
 # A variable as a word of its own, without `${X:+--port $X}`, which says what it brings.
 _VARIABLE: Final = re.compile(r"['\"]?\$(?!\{\w+:?\+-)")
 _SEVERAL_WORDS: Final = re.compile(r"['\"]?\$\{?(?:\w+\[)?[@*]")
@@ -73,12 +76,16 @@ class _Word:
 
 @dataclass(slots=True)
 class _Read:
-    """What was found so far: commands, starts of vLLM, and comments as pairs of offsets."""
+    """What was found so far: commands, starts of vLLM, and by their offsets what is no start.
+
+    Comments are not, and neither are commands of other programs.
+    """
 
     commands: list[list[_Word]] = field(default_factory=list)
     sure: list[Start] = field(default_factory=list)
     likely: list[Start] = field(default_factory=list)
     comments: list[tuple[int, int]] = field(default_factory=list)
+    others: list[tuple[int, int]] = field(default_factory=list)
 
 
 def starts(script: str) -> list[Start]:
@@ -109,12 +116,17 @@ def commands(script: str) -> list[list[str]]:
 
 
 def masked(script: str) -> str:
-    r"""Return the script with each character of a comment replaced by a null.
+    r"""Return the script with each character replaced by a null that is none of vLLM's.
+
+    Those of comments are, and those of other programs' commands beside one that starts vLLM.
 
     >>> masked("a # b")
     'a \x00\x00\x00'
+    >>> masked("a --port 1; vllm serve m")
+    '\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00; vllm serve m'
     """
-    for begin, end in _read(script).comments:
+    read = _read(script)
+    for begin, end in [*read.comments, *(read.others if read.sure else ())]:
         script = script[:begin] + "\0" * (end - begin) + script[end:]
     return script
 
@@ -156,7 +168,10 @@ def _read_documents(script: str, at: int, end: int, documents: list[str], read: 
     """Read what stands in here-documents as scripts of their own; return where they end."""
     for name in documents:
         mark = re.compile(rf"^\t*{name}$", re.MULTILINE).search(script, at, end)
+        known = len(read.others)
         _read_commands(script, at, mark.start() if mark else end, read, in_document=True)
+        # A document may as well be no script.
+        del read.others[known:]
         at = mark.end() if mark else end
     return at
 
@@ -175,12 +190,27 @@ def _read_command(script: str, words: list[_Word], read: _Read) -> None:
         words = words[1:]
     start = _start_in(words)
     if start is None:
+        if words and _is_of_another(words, script):
+            read.others.append((words[0].begin, words[-1].end))
         return
     first = words[0].text.strip("'\"").rpartition("/")[2]
     if start.begin == words[0].begin or _WRAPPERS.fullmatch(first):
         read.sure.append(start)
     elif first not in _NO_WRAPPERS:
         read.likely.append(start)
+
+
+def _is_of_another(words: list[_Word], script: str) -> bool:
+    """Whether a command starts a program by itself that is not to start vLLM.
+
+    One that keeps words for vLLM, that speaks of it, or is of the script or another script may.
+    """
+    name = words[0].text
+    if not _PROGRAM.fullmatch(name) or _WRAPPERS.fullmatch(name):
+        return False
+    is_own = re.search(rf"\b{re.escape(name)}\s*\(\)|\bfunction\s+{re.escape(name)}\b", script)
+    may = any("vllm" in word.text or SCRIPT_FOLLOWS.fullmatch(word.text) for word in words)
+    return name not in _NO_WRAPPERS | _SETTERS and not is_own and not may
 
 
 def _read_quoted(script: str, word: _Word, skipped: int, read: _Read) -> None:
