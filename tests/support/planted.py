@@ -36,6 +36,8 @@ BLOCK_BYTES: Final = 1 << 20
 # Activations at a start are more than what smaller budgets leave to the KV cache: ours; some
 # 128 kB a token of a 7B, of which a budget gave back 100 on an H200 (results/gpu_h200).
 ACTIVATION_TIMES: Final = 1.25
+NONE_TOLD: Final = 0.0
+"""Activations of an engine whose workers tell none, as a CPU's."""
 
 
 @dataclass(slots=True)
@@ -59,8 +61,9 @@ class PlantedSource:
 
     Without a mood every step takes `times`, of its fixed and of its growing part, what the
     formula says: the truth at the mean of a mood. `num_blocks` is the KV cache of an engine
-    whose token budget takes no memory. With `asynchronous` the host launches ahead, and unless
-    it `says_late` nobody knows which batches it noticed late.
+    whose token budget takes no memory, and a start's activations are told to be
+    `activation_times` what it takes. With `asynchronous` the host launches ahead, and unless it
+    `says_late` nobody knows which batches it noticed late.
     """
 
     formula: StepFormula
@@ -71,6 +74,7 @@ class PlantedSource:
     clock: VirtualClock = field(default_factory=VirtualClock)
     start_s: float = 45.0
     blocks_per_token: float = 0.0
+    activation_times: float = ACTIVATION_TIMES
     max_model_len: int = 32768
     block_size: int = 16
     asynchronous: bool = False
@@ -111,6 +115,11 @@ class PlantedSource:
         speed = 1.0 if self.mood is None else self.mood.of_a_start()
         self.clock.pass_s(self.start_s * speed)
         return PlantedEngine(self, ceiling, speed)
+
+    @property
+    def token_bytes(self) -> int:
+        """Activations of a token of the budget, as a start tells them."""
+        return int(self.activation_times * self.blocks_per_token * BLOCK_BYTES)
 
     def blocks_at(self, ceiling: EngineLimits) -> int:
         """Return the KV blocks that are left beside the buffers for the token budget."""
@@ -253,7 +262,7 @@ class PlantedEngine(GuardedEngine):
             captured_sizes=(),
             scheduler={"policy": "fcfs", "enable_chunked_prefill": True},
             block_bytes=BLOCK_BYTES,
-            token_bytes=int(ACTIVATION_TIMES * self._source.blocks_per_token * BLOCK_BYTES),
+            token_bytes=self._source.token_bytes,
         )
         graphs = graphs or Graphs(shape.chosen_sizes(info.ceiling))
         return replace(shape, captured_sizes=graphs.sizes, captures_mixed=graphs.has_mixed)

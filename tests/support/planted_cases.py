@@ -16,7 +16,7 @@ from typing import Final
 
 import numpy as np
 
-from support.planted import PlantedSource
+from support.planted import ACTIVATION_TIMES, PlantedSource
 from support.planted_machine import ASYNCHRONOUS, MACHINES, MOODS
 from tuner.engine.limits import EngineLimits
 from tuner.replay.loop import replay
@@ -50,7 +50,10 @@ SPEEDS: Final = (1.0, 0.98, 1.02)
 
 @dataclass(frozen=True, slots=True)
 class PlantedCase:
-    """What a run is made on, but for its seed. Units: seconds; `load` a share of the most."""
+    """What a run is made on, but for its seed; `activation_times` as the planted source's.
+
+    Units: seconds; `load` a share of the most.
+    """
 
     name: str
     trace: Trace
@@ -62,6 +65,7 @@ class PlantedCase:
     budget_s: float
     slo_metric: tuple[str, str] | None
     slo_share: float
+    activation_times: float = ACTIVATION_TIMES
 
     def source(self, seed: int) -> PlantedSource:
         """Return the machine in the mood of a seed."""
@@ -74,7 +78,8 @@ class PlantedCase:
 
     def _machine(self, seed: int | None) -> PlantedSource:
         machine, sizes = MACHINES[self.machine], MOODS[self.mood]
-        return PlantedSource.of(machine, self.current, self.num_blocks, sizes, seed)
+        source = PlantedSource.of(machine, self.current, self.num_blocks, sizes, seed)
+        return replace(source, activation_times=self.activation_times)
 
     @property
     def grid(self) -> list[EngineLimits]:
