@@ -181,6 +181,16 @@ def test_the_same_batches_on_an_engine_with_larger_graphs_are_another_kind() -> 
     assert Drawing(predictor, found).contend(current).settings == (larger,)
 
 
+def test_settings_are_off_by_the_same_as_far_as_they_make_the_same_batches() -> None:
+    predictor, found = predicted(traffic(0, 700, 8.0))
+    drawing, settings = Drawing(predictor, found), [EngineLimits(n, 2048) for n in (16, 8, 2)]
+    alike, here = drawing.alike(settings), np.log(drawing.draws(settings, is_here=True).values)
+    apart = [float((here[:, 0] - here[:, n]).std()) for n in (1, 2)]
+    assert alike[0, 1] > 0.9
+    assert alike[0, 2] < 0.7
+    assert apart[0] < 0.5 * apart[1]
+
+
 def test_of_published_tables_a_small_gain_is_not_sure() -> None:
     """On an H200 six settings were 5 % off beside each other; who measured is surer."""
     tables = read_profile(ROOT / "profiles" / "gpu" / "meta-llama-3.1-8b.1xh100_sxm.yaml")
@@ -239,10 +249,11 @@ def test_a_tail_that_is_off_tells_nothing_of_the_load_nor_of_another_metric_of_a
     aim = Aim(Objective.BALANCED, (Slo.parse("ttft_p95=500ms"),), ReplayPlan(), None)
     predictor, found = predicted(traffic(0, 700, 8.0), aim)
     count, seen = len(SETTINGS), [(0, 0.2)] * 3
+    alike = Drawing(predictor, found).alike(SETTINGS)
     plain = Drawing(predictor, found).draws(SETTINGS, 40)
     for known, moved in (
-        (Unexplained.of(count, cost=seen), COST),
-        (Unexplained.of(count, slo=seen), SLO),
+        (Unexplained.of(count, cost=seen, alike=alike), COST),
+        (Unexplained.of(count, slo=seen, alike=alike), SLO),
     ):
         drawn = Drawing(predictor, found).draws(SETTINGS, 40, known)
         np.testing.assert_array_equal(drawn.here[:, :, LOAD], plain.here[:, :, LOAD])

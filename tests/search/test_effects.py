@@ -53,6 +53,26 @@ def test_what_was_not_replayed_is_as_open_as_before_and_learns_how_far_others_ar
     assert far.root[1, 1] > 0.05
 
 
+def test_a_replay_tells_of_settings_as_far_as_they_are_alike() -> None:
+    spreads = Spreads(effect=0.02, mood=0.0, noise=0.01)
+    alike = np.array([[1.0, 0.95, 0.0], [0.95, 1.0, 0.0], [0.0, 0.0, 1.0]])
+    found = Effects.of(3, [(0, 0, 0.05)] * 4, spreads, alike)
+    covariance = found.root @ found.root.T
+    assert found.mean[0] == pytest.approx(0.05, abs=0.005)
+    assert found.mean[1] == pytest.approx(0.95 * found.mean[0])
+    assert found.mean[2] == 0.0
+    assert covariance[1, 1] < 0.3 * covariance[2, 2] == pytest.approx(0.3 * 0.02**2)
+
+
+def test_how_far_settings_are_off_is_learnt_of_those_that_differ() -> None:
+    """Two that are nearly the same tell once how far they are off, and not twice."""
+    spreads = Spreads(effect=0.01, mood=0.0, noise=0.002, learns_effect=True)
+    replays = [(0, at, 0.06) for at in (0, 1) for _ in range(3)]
+    alike = np.array([[1.0, 0.999, 0.0], [0.999, 1.0, 0.0], [0.0, 0.0, 1.0]])
+    apart, same = (Effects.of(3, replays, spreads, own) for own in (None, alike))
+    assert 0.01 < same.root[2, 2] < 0.8 * apart.root[2, 2]
+
+
 @pytest.mark.parametrize(("rounds", "noise"), [(1, 0.05), (3, 0.03), (3, 0.08), (8, 0.05)])
 def test_intervals_of_a_difference_hold_it_about_as_often_as_they_say(
     rounds: int, noise: float

@@ -11,7 +11,7 @@ from support.step_parts import LINEAR, columns
 from tuner.engine.steps import StepColumns
 from tuner.errors import UsageError
 from tuner.shadow.fit import fit
-from tuner.shadow.speed import START, Speed, Uncertainty
+from tuner.shadow.speed import START, Speed, Uncertainty, visits
 from tuner.shadow.speed_fit import learn
 from tuner.shadow.step_model import TERMS, StepModel
 from tuner.stats import Floats
@@ -219,3 +219,11 @@ def test_directions_that_are_none_are_refused() -> None:
         Uncertainty(b"\x00" * 10, width)
     with pytest.raises(UsageError, match="finite"):
         Uncertainty.of(np.full((1, len(TERMS) + 1), np.nan))
+
+
+def test_replays_visit_the_same_as_far_as_they_make_the_same_batches() -> None:
+    kinds = ((8, 2048), (8, 2048), (12, 2048), (64, 8192))
+    same, again, near, far = (visits(replay(kind, 2000, n)) for n, kind in enumerate(kinds))
+    assert np.linalg.norm(same) == pytest.approx(1.0)
+    assert 1.0 > same @ again > 0.97 > same @ near > 0.8
+    assert 0.8 > near @ far > same @ far == 0.0

@@ -27,6 +27,7 @@ from tuner.run.records import Advice
 from tuner.run.result import RunResult
 from tuner.search.objective import RATE, Tier, moved, named
 from tuner.search.trials import Phase, Trial, decisive, leader, read_metric
+from tuner.stats import short
 
 _TIER_STYLES = {
     Tier.GOOD: "green",
@@ -223,7 +224,7 @@ def _cells(trial: Trial) -> list[str]:
         f"{_seconds(p50):>9}",
         f"{_seconds(p95):>9}",
         f"{_seconds(tpot):>8}",
-        f"{rate:6.2f}/s" if rate is not None else "       -",
+        f"{short(rate):>6}/s" if rate is not None else "       -",
         f"{usage:.2f}" if usage is not None else "   -",
         f"{state}{': ' + why if why else ''}",
     ]

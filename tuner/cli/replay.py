@@ -31,6 +31,7 @@ from tuner.run.inputs import EngineChoice, Traffic
 from tuner.shadow.calibration import StatedError
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiled import ProfiledEngine
+from tuner.stats import short
 from tuner.traffic.traces import LoadModel, Trace
 from tuner.traffic.windows import Window, whole
 
@@ -183,7 +184,7 @@ def _lines(limits: EngineLimits, m: Measurement, texts: Mapping[Caveat, str]) ->
         ("requests offered", f"{m.offered} = {m.completed} completed + {m.refused} refused"),
         ("", f"+ {m.timed_out} timed out + {m.aborted} aborted ({m.lost_ratio:.1%} lost)"),
         *([("", f"+ {m.unfinished} unfinished at the recording's end")] * bool(m.unfinished)),
-        ("throughput", f"{m.requests_per_s:.2f} requests/s"),
+        ("throughput", f"{short(m.requests_per_s)} requests/s"),
         ("", f"{m.output_tokens_per_s:.0f} output tokens/s"),
         *((name.removesuffix("_s"), _spread(m, name)) for name in LATENCIES),
         ("queue depth", f"mean {m.queue_depth.mean:.2f}, max {m.queue_depth.max:.0f}"),

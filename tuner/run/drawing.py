@@ -15,6 +15,7 @@ from itertools import zip_longest
 import numpy as np
 
 from tuner.engine.limits import EngineLimits
+from tuner.engine.steps import joined
 from tuner.errors import EngineError, TooFewSamplesError
 from tuner.replay.loop import ReplayLog
 from tuner.replay.metrics import Measurement, measure
@@ -34,6 +35,7 @@ from tuner.shadow import simulator
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.prepared import PreparedTrace
 from tuner.shadow.simulated import SimulatedEngine
+from tuner.shadow.speed import visits
 from tuner.shadow.step_model import StepModel
 from tuner.stats import Estimate, Floats, even_normals
 from tuner.traffic.resample import Resampler, at_load
@@ -54,6 +56,10 @@ SIFT, SIFTED, FAR, POSSIBLE, SAFE = 0.2, 8, 1.0, 0.5, 1.1
 # Predictions of the same batches that differ by less than this are the same: ours, a tenth of
 # what settings that lose the same may differ by.
 SAME_RATIO = 0.001
+# What settings that make the same batches have of their own, as a share of what is off by what
+# they make, a variance: ours.
+OWN_SHARE = 0.05
+_NO_PART = 1e-9
 # Of a profile that does not say what it leaves open, the stated error counts as the interval of
 # 90 % of a ratio of two settings: ours, since it is the largest of several medians, and what it
 # has in common cancels. A setting has its share.
@@ -193,7 +199,7 @@ def _resamplers(workload: Workload) -> list[Resampler | None]:
 
 
 # What of a draw has random numbers of its own.
-_COMMON, _OWN, _TRAFFIC, _UNEXPLAINED = range(4)
+_COMMON, _OWN, _TRAFFIC, _UNEXPLAINED, _BATCHES = range(5)
 
 
 class Drawing:
@@ -211,6 +217,8 @@ class Drawing:
         self._shared: list[StepModel] = []
         self._here: dict[tuple[EngineLimits, int], Floats] = {}
         self._elsewhere: dict[tuple[EngineLimits, int], Floats] = {}
+        self._visited: dict[EngineLimits, Floats | None] = {}
+        self._off_by: dict[tuple[int, int], Floats] = {}
 
     @property
     def stretches(self) -> int:
@@ -285,7 +293,8 @@ class Drawing:
 
         Raises: ShadowError, UsageError.
         """
-        unexplained = unexplained or Unexplained.of(len(settings))
+        alike = None if unexplained else self.alike(settings)
+        unexplained = unexplained or Unexplained.of(len(settings), alike=alike)
         count = self.count(draws)
         learnable = tuple(
             Learnable(effects, self._drawn_off(effects, count), column)
@@ -413,16 +422,71 @@ class Drawing:
         self._shared = [uncertainty.moved(profile.step_model, row) for row in numbers]
         return self._shared
 
+    def alike(self, settings: Sequence[EngineLimits]) -> Floats:
+        """Return how alike the batches are that settings make: what is off of them is as alike.
+
+        Shapes: [settings, settings], a correlation.
+        """
+        found, visited = np.eye(len(settings)), [self._visits(x) for x in settings]
+        for i, ours in enumerate(visited):
+            for j, theirs in enumerate(visited[:i]):
+                if ours is not None and theirs is not None:
+                    found[i, j] = found[j, i] = (1.0 - OWN_SHARE) * float(ours @ theirs)
+        return found
+
+    def _visits(self, limits: EngineLimits) -> Floats | None:
+        """Return which batches a setting makes of the recorded traffic.
+
+        None of one that fails, and where vLLM's own scheduler is asked, which takes too long.
+        """
+        if limits not in self._visited:
+            is_out = isinstance(self.predictions.outcomes.get(limits), Failure)
+            is_asked = not (is_out or self._predictor.doubt)
+            self._visited[limits] = self._replayed_visits(limits) if is_asked else None
+        return self._visited[limits]
+
+    def _replayed_visits(self, limits: EngineLimits) -> Floats:
+        plan, engine = replace(self._workload.plan, keep_steps=True), self._predictor
+        logs = self._recorded.logs(engine.simulated(limits), limits, plan)
+        return visits(joined([log.kept_steps for log in logs if log.kept_steps is not None]))
+
     @property
     def _own_error(self) -> float:
         """How far a setting's own steps are off by the stated error, in logarithms."""
         return math.log1p(self._predictor.wrong_ratio) / _OWN_ERRORS
 
     def _own_times(self, limits: EngineLimits, count: int, spread: float) -> Floats:
-        """Return how many times as long a setting's own steps may take."""
-        place = (_OWN, limits.max_num_seqs, limits.max_num_batched_tokens)
-        found: Floats = np.exp(spread * self._normals(count, *place))
+        """Return how many times as long a setting's own steps may take.
+
+        Those of settings that make the same batches nearly the same.
+        """
+        own = self._normals(count, _OWN, limits.max_num_seqs, limits.max_num_batched_tokens)
+        visited = self._visits(limits)
+        if visited is not None:
+            shared = self._shared_off(visited, count)
+            own = math.sqrt(OWN_SHARE) * own + math.sqrt(1.0 - OWN_SHARE) * shared
+        found: Floats = np.exp(spread * own)
         return found
+
+    def _shared_off(self, visited: Floats, count: int) -> Floats:
+        """Return normal numbers that are as alike for two settings as what they visit.
+
+        What all have in common with the first that was asked for is evenly spread.
+        """
+        first = next(v for v in self._visited.values() if v is not None)
+        along = float(visited @ first)
+        rest = visited - along * first
+        knots = np.flatnonzero(np.abs(rest) > _NO_PART)
+        off: Floats = along * self._of_knot(count, -1)
+        for knot in knots.tolist():
+            off = off + rest[knot] * self._of_knot(count, knot)
+        return off
+
+    def _of_knot(self, count: int, knot: int) -> Floats:
+        """Return what all settings have in common that make batches about a pair of knots."""
+        if (count, knot) not in self._off_by:
+            self._off_by[count, knot] = self._normals(count, _BATCHES, 1 + knot)
+        return self._off_by[count, knot]
 
     def _normals(self, count: int, *place: int) -> Floats:
         """Return normal numbers of what has a place among what is drawn, evenly spread."""

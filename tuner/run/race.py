@@ -142,7 +142,8 @@ class PredictedEvidence:
             ]
             for column in (COST, SLO)
         )
-        return Unexplained.of(len(settings), cost, slo)
+        drawing = Drawing(self.known.predictor.as_deployed(), self.known.predictions)
+        return Unexplained.of(len(settings), cost, slo, drawing.alike(settings))
 
     def _off_by(self, trial: Trial) -> tuple[float, float]:
         """Return by how much a replay differs from the simulation at its own speed.

@@ -206,7 +206,7 @@ class Draws:
 
 def _used(share: float | None, score: Score) -> float:
     """Return how much of a bound is used up, nothing where there is none."""
-    if score.tier in (Tier.FAILED, Tier.CUT):
+    if not score.is_whole:
         return math.inf
     return 0.0 if share is None else share
 

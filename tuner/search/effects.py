@@ -56,33 +56,44 @@ class Effects:
 
     @classmethod
     def of(
-        cls, settings: int, replays: Sequence[tuple[int, int, float]], spreads: Spreads
+        cls,
+        settings: int,
+        replays: Sequence[tuple[int, int, float]],
+        spreads: Spreads,
+        alike: Floats | None = None,
     ) -> Self:
         """Return the effects of so many settings.
 
-        `replays` are the round, the setting and the value of each.
+        `replays` are the round, the setting and the value of each, `alike` the correlation of
+        effects before any was measured, None where they have nothing to do with each other.
+
+        Shapes: alike is [settings, settings].
         """
+        alike = np.eye(settings) if alike is None else alike
         rounds = sorted({number for number, _, _ in replays})
         design = np.zeros((len(replays), len(rounds) + settings))
         values = np.array([value for _, _, value in replays])
         for at, (number, setting, _) in enumerate(replays):
             design[at, rounds.index(number)] = design[at, len(rounds) + setting] = 1.0
-        seen = np.flatnonzero(design[:, len(rounds) :].any(axis=0)) + len(rounds)
+        seen = np.flatnonzero(design[:, len(rounds) :].any(axis=0))
+        apart = np.linalg.inv(alike[np.ix_(seen, seen)])
+        prior = np.zeros((design.shape[1], design.shape[1]))
+        prior[: len(rounds), : len(rounds)] = np.eye(len(rounds)) / max(spreads.mood, 1e-9) ** 2
+        precision, own = np.linalg.inv(alike), seen + len(rounds)
         effect2, noise2, freedom = spreads.effect**2, spreads.noise**2, PRIOR_FREEDOM
         for _ in range(_PASSES):
-            prior = np.full(design.shape[1], effect2)
-            prior[: len(rounds)] = max(spreads.mood, 1e-9) ** 2
-            covariance = np.linalg.inv(np.diag(1.0 / prior) + design.T @ design / noise2)
+            prior[len(rounds) :, len(rounds) :] = precision / effect2
+            covariance = np.linalg.inv(prior + design.T @ design / noise2)
             mean = covariance @ design.T @ values / noise2
             used = float(np.trace(covariance @ design.T @ design)) / noise2
             off = values - design @ mean
             freedom = PRIOR_FREEDOM + max(0.0, len(values) - used)
             noise2 = (PRIOR_FREEDOM * spreads.noise**2 + float(off @ off)) / freedom
             if spreads.learns_effect:
-                squares = mean[seen] ** 2 + np.diag(covariance)[seen]
-                effect2 = (PRIOR_FREEDOM * spreads.effect**2 + float(squares.sum())) / (
-                    PRIOR_FREEDOM + len(seen)
-                )
+                squares = np.outer(mean[own], mean[own]) + covariance[np.ix_(own, own)]
+                effect2 = (
+                    PRIOR_FREEDOM * spreads.effect**2 + float(np.sum(apart * squares))
+                ) / (PRIOR_FREEDOM + len(seen))
         mine = covariance[len(rounds) :, len(rounds) :]
         return cls(
             np.asarray(mean[len(rounds) :]),
@@ -126,7 +137,7 @@ class Effects:
 # By how much a replay differs from the simulation of the same requests at its own speed, from
 # setting to setting and from replay to replay, before any was compared: ours. Identical live
 # replays, each freed of its own speed, differ by 1.0 to 1.4 % in their tails.
-UNEXPLAINED = Spreads(effect=0.01, mood=0.0, noise=0.02, learns_effect=True)
+UNEXPLAINED = Spreads(effect=0.014, mood=0.0, noise=0.02, learns_effect=True)
 
 Off = tuple[int, float]
 """The number of a setting, and how far off a replay of it was."""
@@ -144,10 +155,21 @@ class Unexplained:
     slo: Effects
 
     @classmethod
-    def of(cls, settings: int, cost: Sequence[Off] = (), slo: Sequence[Off] = ()) -> Self:
-        """Return what replays show, each the number of its setting and how far it is off."""
+    def of(
+        cls,
+        settings: int,
+        cost: Sequence[Off] = (),
+        slo: Sequence[Off] = (),
+        alike: Floats | None = None,
+    ) -> Self:
+        """Return what replays show, each the number of its setting and how far it is off.
+
+        `alike` is how alike settings are, as for the effects.
+        """
         found = (
-            Effects.of(settings, [(0, setting, off) for setting, off in seen], UNEXPLAINED)
+            Effects.of(
+                settings, [(0, setting, off) for setting, off in seen], UNEXPLAINED, alike
+            )
             for seen in (cost, slo)
         )
         return cls(*found)

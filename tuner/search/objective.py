@@ -119,6 +119,11 @@ class Score:
         """Return the value by a metric of its own or of another tier, None if unknown."""
         return self.value if metric == self.metric else dict(self.others).get(metric)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the replay ran to its end, and completed anything."""
+        return self.tier not in (Tier.CUT, Tier.FAILED)
+
     def value_in(self, tier: Tier) -> float:
         """Return the value by which it would be judged in a tier, without end if unknown."""
         if tier is self.tier:
@@ -153,7 +158,7 @@ class Score:
 
         Where that is of another tier it is judged by what counts there.
         """
-        if self.tier in (Tier.CUT, Tier.FAILED):
+        if not self.is_whole:
             return self
         tier = self.tier_at(times)
         metric = self.metric if tier is self.tier else _OTHER_TIERS.get(tier, self.own_metric)
@@ -172,7 +177,7 @@ class Score:
     def tier_at(self, times: float) -> Tier:
         """Return the tier of a setting that is so many times as slow as was predicted."""
         has_bounds = self.slo_used is not None or self.load_used is not None
-        if self.tier in (Tier.CUT, Tier.FAILED) or not has_bounds:
+        if not (self.is_whole and has_bounds):
             return self.tier
         if self.slo_used is not None and self.slo_used * times > 1:
             return Tier.BREAKS_SLO

@@ -72,8 +72,8 @@ class Observation:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the replay ran to its end."""
-        return self.score.tier not in (Tier.CUT, Tier.FAILED)
+        """Whether the replay ran to its end, and completed anything."""
+        return self.score.is_whole
 
     @property
     def cap_bound(self) -> bool:
@@ -215,8 +215,8 @@ class Trial:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the replay ran to its end."""
-        return self.measurement is not None and not self.cut_reason
+        """Whether the replay ran to its end, and completed anything."""
+        return self.score.is_whole
 
     @property
     def score(self) -> Score:

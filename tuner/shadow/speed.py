@@ -20,12 +20,17 @@ from tuner.stats import Floats
 
 # How much a start of the engine moves its speed: ours, in logarithms.
 START = 0.01
-# How far the steps of a setting are off what is learnt of all, in logarithms: ours. On planted
-# machines 1 % between two settings in the middle of 20 cases.
-SETTING = 0.007
+# How far the steps of a setting are off what is learnt of all, in logarithms, as far as its
+# batches are no other's: ours. On planted machines 1 % between two settings in the middle of 20
+# cases.
+SETTING = 0.01
 # The same of step times that were derived from published tables: ours. On an H200 the time per
-# output token of six settings was 5 % off beside each other's, E2E p95 8 % (tests/benchmarks).
-DERIVED_SETTING = 0.05
+# output token of six settings was 5 % off beside each other's, E2E p95 8 % (tests/benchmarks);
+# what their batches have in common takes half of it away.
+DERIVED_SETTING = 0.09
+# So many knots of sequences and of tokens reach beyond any batch. What takes less of the time
+# than this does not count among what settings visit: ours.
+_KNOTS, _SELDOM = 32, 1e-4
 # Digits of a factor: ours, so that a profile's file stays small.
 DIGITS = 5
 
@@ -181,6 +186,27 @@ class Visited:
         """What the logarithm of all their time moves by. Shapes: [TERMS + knots]."""
         found: Floats = self.seconds @ self.design / self.seconds.sum()
         return found
+
+
+def visits(steps: StepColumns) -> Floats:
+    """Return the root of the share of the time that batches about each pair of knots take.
+
+    What two settings visit is alike as far as the product of both is 1.
+
+    Shapes: [pairs of knots], of length 1.
+    Source: Bhattacharyya, On a measure of divergence between two statistical populations,
+        Bull. Calcutta Math. Soc. 35 (1943).
+    """
+    seqs, tokens = steps.decode_seqs, steps.prefill_tokens
+    took_s = np.where(steps.has_batch, steps.duration_s, 0.0)
+    time_s = np.zeros(_KNOTS * _KNOTS)
+    (i, down), (j, across) = places(seqs), places(tokens)
+    for k, row in ((i, 1.0 - down), (i + 1, down)):
+        for m, column in ((j, 1.0 - across), (j + 1, across)):
+            time_s += np.bincount(_KNOTS * k + m, took_s * row * column, time_s.size)
+    shares = time_s / max(float(time_s.sum()), 1e-30)
+    roots: Floats = np.sqrt(np.where(shares < _SELDOM, 0.0, shares))
+    return roots / max(float(np.linalg.norm(roots)), 1e-30)
 
 
 def doublings(x: Floats) -> Floats:
