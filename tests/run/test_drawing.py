@@ -17,6 +17,7 @@ from tuner.replay.metrics import Measurement
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.runner import Failure
 from tuner.replay.slo import Slo
+from tuner.run import drawing
 from tuner.run.context import Workload
 from tuner.run.drawing import DRAWS, FEW_DRAWS, Drawing, predict_deployed
 from tuner.run.loads.capacity import draw_capacity
@@ -183,12 +184,24 @@ def test_the_same_batches_on_an_engine_with_larger_graphs_are_another_kind() -> 
 
 def test_settings_are_off_by_the_same_as_far_as_they_make_the_same_batches() -> None:
     predictor, found = predicted(traffic(0, 700, 8.0))
-    drawing, settings = Drawing(predictor, found), [EngineLimits(n, 2048) for n in (16, 8, 2)]
-    alike, here = drawing.alike(settings), np.log(drawing.draws(settings, is_here=True).values)
+    made, settings = Drawing(predictor, found), [EngineLimits(n, 2048) for n in (16, 8, 2)]
+    alike, here = made.alike(settings), np.log(made.draws(settings, is_here=True).values)
     apart = [float((here[:, 0] - here[:, n]).std()) for n in (1, 2)]
     assert alike[0, 1] > 0.9
     assert alike[0, 2] < 0.7
     assert apart[0] < 0.5 * apart[1]
+
+
+def test_of_a_long_recording_a_busy_part_says_which_batches_a_setting_makes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    predictor, found = predicted(traffic(0, 2000, 8.0))
+    settings = [EngineLimits(n, 2048) for n in (16, 4, 2)]
+    whole_of_it = Drawing(predictor, found).alike(settings)
+    monkeypatch.setattr(drawing, "MOST_VISITING", 500)
+    part = Drawing(predictor, found).alike(settings)
+    assert not np.array_equal(part, whole_of_it)
+    np.testing.assert_allclose(part, whole_of_it, atol=0.1)
 
 
 def test_of_published_tables_a_small_gain_is_not_sure() -> None:

@@ -40,6 +40,7 @@ from tuner.shadow.step_model import StepModel
 from tuner.stats import Estimate, Floats, even_normals
 from tuner.traffic.resample import Resampler, at_load
 from tuner.traffic.traces import LoadModel, Trace
+from tuner.traffic.windows import busiest
 
 # Draws: ours; a probability of 0.9 is then itself off by 2 %, and by 4 % where there are many
 # decisions to make. Of a capacity, for which each draw takes a dozen replays, fewer.
@@ -60,6 +61,9 @@ SAME_RATIO = 0.001
 # they make, a variance: ours.
 OWN_SHARE = 0.05
 _NO_PART = 1e-9
+# Which batches a setting makes is asked of so many requests of a recording, its busiest: ours,
+# for every step of them is kept.
+MOST_VISITING = 20_000
 # Of a profile that does not say what it leaves open, the stated error counts as the interval of
 # 90 % of a ratio of two settings: ours, since it is the largest of several medians, and what it
 # has in common cancels. A setting has its share.
@@ -198,6 +202,15 @@ def _resamplers(workload: Workload) -> list[Resampler | None]:
         return [None] * len(workload.pieces)
 
 
+def _busy_part(piece: Trace) -> Trace:
+    """Return the busiest stretch of a piece that has more requests than are asked.
+
+    All of one whose requests come at once.
+    """
+    length_s = MOST_VISITING / len(piece) * piece.duration_s
+    return busiest(piece, length_s).of(piece) if 0 < length_s < piece.duration_s else piece
+
+
 # What of a draw has random numbers of its own.
 _COMMON, _OWN, _TRAFFIC, _UNEXPLAINED, _BATCHES = range(5)
 
@@ -214,6 +227,7 @@ class Drawing:
         self._workload = workload = predictions.workload
         self._resamplers = _resamplers(workload)
         self._recorded = Replays(workload, workload.pieces)
+        self._visiting = Replays(workload, [_busy_part(p) for p in workload.pieces])
         self._shared: list[StepModel] = []
         self._here: dict[tuple[EngineLimits, int], Floats] = {}
         self._elsewhere: dict[tuple[EngineLimits, int], Floats] = {}
@@ -447,7 +461,7 @@ class Drawing:
 
     def _replayed_visits(self, limits: EngineLimits) -> Floats:
         plan, engine = replace(self._workload.plan, keep_steps=True), self._predictor
-        logs = self._recorded.logs(engine.simulated(limits), limits, plan)
+        logs = self._visiting.logs(engine.simulated(limits), limits, plan)
         return visits(joined([log.kept_steps for log in logs if log.kept_steps is not None]))
 
     @property
