@@ -65,8 +65,8 @@ _NO_PART = 1e-9
 # for every step of them is kept.
 MOST_VISITING = 20_000
 # Of a profile that does not say what it leaves open, the stated error counts as the interval of
-# 90 % of a ratio of two settings: ours, since it is the largest of several medians, and what it
-# has in common cancels. A setting has its share.
+# 90 % of a ratio of two settings that make other batches: ours, since it is the largest of
+# several medians, and what it has in common cancels. A setting has its share.
 _OWN_ERRORS = 1.645 * math.sqrt(2)
 
 
