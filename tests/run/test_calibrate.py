@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +43,7 @@ from tuner.shadow.calibration import (
 )
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import KvStart, Profile
+from tuner.shadow.speed import Uncertainty
 from tuner.shadow.step_model import FitError, StepModel
 from tuner.traffic.resample import at_load
 from tuner.traffic.traces import LoadModel
@@ -110,6 +112,22 @@ def test_the_steps_of_blocks_are_kept_whoever_may_share_them(
         Blocks(run.runner, calibrator, Predictor)._first()
     assert kept == {limits for limits, _ in calibrator.calibration.steps}
     assert {current, run.context.space.ceiling} <= kept
+
+
+@pytest.mark.parametrize(
+    ("left_open", "share"),
+    [(Uncertainty(setting=0.2), 0.0), (Uncertainty(start=0.5, setting=0.001), 1.0)],
+)
+def test_blocks_are_worth_what_they_can_tell_and_not_what_is_each_settings_own(
+    tmp_path: Path, left_open: Uncertainty, share: float
+) -> None:
+    current = EngineLimits(4, 2048)
+    with a_run(tmp_path, steady(400, per_s=9.0), a_space(current)) as run:
+        calibrator = Calibrator.of(run.engine.start_below(current), current, {})
+        blocks = Blocks(run.runner, calibrator, Predictor)
+        found = blocks._contenders(Predictor(replace(a_profile(), uncertainty=left_open)))
+    assert 0.1 < found.loss < math.inf
+    assert found.open_loss == pytest.approx(share * found.loss, abs=0.1 * found.loss)
 
 
 def test_the_outlook_is_of_the_windows_that_will_race(tmp_path: Path) -> None:

@@ -31,13 +31,14 @@ from tuner.replay.metrics import Measurement
 from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.replay.process import EngineStart
 from tuner.run.context import TRACE, Workload
-from tuner.run.drawing import Drawing
+from tuner.run.drawing import Contention, Drawing
 from tuner.run.journal import Round
 from tuner.run.predict import predict
 from tuner.run.rounds import STEPS, Steps, predicted_part, share_round, unpacked
 from tuner.run.time_plan import fly_pilot
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.budget import choose_windows, least_window, outlook
+from tuner.search.choice import Choice
 from tuner.search.draws import saved_by_more
 from tuner.search.objective import Objective
 from tuner.search.space import SearchSpace
@@ -304,7 +305,8 @@ class Blocks:
         for _ in range(MAX_ROUNDS):
             profile, speed = self._learnt()
             predictor = self.predictor_of(profile)
-            known, loss = self._contenders(predictor)
+            found = self._contenders(predictor)
+            known, loss = found.replays, found.loss
             if len(known) < 2:
                 return
             aims = wanted([one.visited for one in known])
@@ -313,7 +315,7 @@ class Blocks:
                 f"{self.count} blocks: the speed of {len(known)} settings is known to "
                 f"{off:.1%}{f', choosing now loses {loss:.1%}' if loss < math.inf else ''}"
             )
-            is_known = self._asked >= MIN_ROUNDS and self._is_settled(loss)
+            is_known = self._asked >= MIN_ROUNDS and self._is_settled(found)
             if self._left_s <= 0 or is_known:
                 return
             offered = [o for one in known for o in self._offered(predictor, one)]
@@ -331,11 +333,12 @@ class Blocks:
             if self.runner.engine.restarts_per_config:
                 return  # where every change of limits is a start of its own
 
-    def _is_settled(self, loss: float) -> bool:
+    def _is_settled(self, found: _Contenders) -> bool:
         """Whether so little is lost, or another round saves so little, that it is enough."""
-        return loss <= SETTLED or saved_by_more(loss, self._asked + 1, 1) < WORTH
+        saved = saved_by_more(found.open_loss, self._asked + 1, 1)
+        return found.loss <= SETTLED or saved < WORTH
 
-    def _contenders(self, predictor: Predictor) -> tuple[list[_Predicted], float]:
+    def _contenders(self, predictor: Predictor) -> _Contenders:
         """Return those that could be the best, and the current; what choosing now loses.
 
         Raises: ShadowError, UsageError.
@@ -343,30 +346,54 @@ class Blocks:
         context = self.runner.context
         space = context.space
         if predictor.doubt and context.is_shared:
-            return [], math.inf  # workers know the rows of the whole trace alone
+            return _Contenders()  # workers know the rows of the whole trace alone
         if predictor.doubt:
             self.trace = busiest(self.trace, ASKED_S).of(self.trace)
             more = calibration_settings(space, space.ceiling.max_num_seqs / 2)
             settings = [space.current, space.ceiling, *more]
-            return self._predicted(predictor, dict.fromkeys(settings, 1.0)), math.inf
+            return _Contenders(self._predicted(predictor, dict.fromkeys(settings, 1.0)))
         deployed, current = predictor.as_deployed(), space.current
         predicted = predict(deployed, space, self._decided_on(deployed))
         if not isinstance(predicted.outcomes[current], Measurement):
-            return [], math.inf
+            return _Contenders()
         try:
             drawing = Drawing(deployed, predicted)
             found = drawing.contend(current, CONTENDERS, BLOCK_DRAWS, context.aim.confidence)
         except NoFeasibleConfigError:
-            return [], math.inf  # what all of them break is told once they are predicted
+            return _Contenders()  # what all of them break is told once they are predicted
+        lost = (found.loss, self._open_loss(drawing, deployed, found))
         settings, widest = [*found.settings, current], space.ceiling.max_num_seqs
         if context.aim.objective is Objective.CAPACITY:
-            return self._predicted(predictor, self._borne(deployed, settings)), found.loss
+            return _Contenders(
+                self._predicted(predictor, self._borne(deployed, settings)), *lost
+            )
         visited = self._predicted(predictor, dict.fromkeys(settings, 1.0))
         if self.tells_capacity:
             budgets = (x.max_num_batched_tokens for x in (settings[0], current))
             fullest = [space.at(widest, budget) for budget in budgets]
             visited += self._predicted(predictor, self._borne(deployed, fullest))
-        return visited, found.loss
+        return _Contenders(visited, *lost)
+
+    def _open_loss(self, drawing: Drawing, deployed: Predictor, found: Contention) -> float:
+        """Return what of the loss of choosing now is for what blocks have not told yet.
+
+        What is each setting's own, and each start's, they never tell.
+
+        Raises: NoFeasibleConfigError, ShadowError, UsageError.
+        """
+        profile, aim = deployed.profile, self.runner.context.aim
+        if profile.uncertainty is None:
+            return found.loss
+        told = replace(profile, uncertainty=profile.uncertainty.after(1.0, math.inf))
+        current = self.runner.context.space.current
+        settings = [*found.settings, *found.witnesses, current]
+        losses = [
+            Choice(
+                one.draws(settings, BLOCK_DRAWS, is_here=True), current, aim.confidence
+            ).regret
+            for one in (drawing, Drawing(deployed.of(told), drawing.predictions))
+        ]
+        return max(0.0, losses[0] - losses[1])
 
     def _decided_on(self, deployed: Predictor) -> Workload:
         """Return what is predicted to see who could be the best: all, at the recorded load.
@@ -526,6 +553,19 @@ class _Predicted:
         """Return what is made of a log with its steps."""
         steps = _kept(log)
         return cls(limits, log, steps, Visited.of(model, steps), load)
+
+
+@dataclass(frozen=True, slots=True)
+class _Contenders:
+    """Replays of who could be the best, predicted, and what choosing now is expected to lose.
+
+    `open_loss` is the part of that which blocks can save. Both are without end where nobody
+    knows.
+    """
+
+    replays: Sequence[_Predicted] = ()
+    loss: float = math.inf
+    open_loss: float = math.inf
 
 
 def _kept(log: ReplayLog) -> StepColumns:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import zip_longest
+from itertools import chain, zip_longest
 
 import numpy as np
 
@@ -485,14 +485,14 @@ class Drawing:
     def _shared_off(self, visited: Floats, count: int) -> Floats:
         """Return normal numbers that are as alike for two settings as what they visit.
 
-        What all have in common with the first that was asked for is evenly spread.
+        What all have in common with the first that was predicted, or else asked for, is evenly
+        spread.
         """
-        first = next(v for v in self._visited.values() if v is not None)
-        along = float(visited @ first)
-        rest = visited - along * first
-        knots = np.flatnonzero(np.abs(rest) > _NO_PART)
+        first = self._visits(next(chain(self.predictions.outcomes, self._visited)))
+        along = 0.0 if first is None else float(visited @ first)
+        rest = visited if first is None else visited - along * first
         off: Floats = along * self._of_knot(count, -1)
-        for knot in knots.tolist():
+        for knot in np.flatnonzero(np.abs(rest) > _NO_PART).tolist():
             off = off + rest[knot] * self._of_knot(count, knot)
         return off
 
