@@ -166,6 +166,6 @@ def test_a_result_that_no_run_wrote_is_refused(
 def test_of_a_restless_machine_it_is_told_how_much_longer_would_help(
     open_ratio: float | None, spent_s: float, *, is_sure: bool, said: str
 ) -> None:
-    assert pytest.approx(1.645 * math.sqrt(2 * (1 - 0.5)) * SETTING, rel=0.01) == OWN_RATIO
+    assert pytest.approx(1.645 * math.sqrt(2) * SETTING, rel=0.01) == OWN_RATIO
     found = Restlessness.of(0.06, open_ratio, spent_s, is_sure=is_sure)
     assert found.text.endswith(said)

@@ -17,10 +17,10 @@ from tuner.search.race import Odds, RaceVerdict, Standing
 
 MOST_MORE_S: Final = 3600.0
 """Ours: whoever would have to wait longer for a restless machine needs another one."""
-OWN_RATIO: Final = 0.0164
+OWN_RATIO: Final = 0.0163
 """What of the ratio of two settings stays open however long the machine is watched: steps of
 each have a speed that no model knows, `speed.SETTING`, here as an interval of 90 % of two that
-make half of their batches alike."""
+make no like batches."""
 KNOWN_RATIO: Final = 0.02
 """Ours: well enough to tell what is worth a restart, and somewhat beyond OWN_RATIO."""
 

@@ -137,7 +137,7 @@ class Effects:
 # By how much a replay differs from the simulation of the same requests at its own speed, from
 # setting to setting and from replay to replay, before any was compared: ours. Identical live
 # replays, each freed of its own speed, differ by 1.0 to 1.4 % in their tails.
-UNEXPLAINED = Spreads(effect=0.014, mood=0.0, noise=0.02, learns_effect=True)
+UNEXPLAINED = Spreads(effect=0.01, mood=0.0, noise=0.02, learns_effect=True)
 
 Off = tuple[int, float]
 """The number of a setting, and how far off a replay of it was."""
