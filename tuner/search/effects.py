@@ -70,19 +70,15 @@ class Effects:
         Shapes: alike is [settings, settings].
         """
         alike = np.eye(settings) if alike is None else alike
-        rounds = sorted({number for number, _, _ in replays})
-        design = np.zeros((len(replays), len(rounds) + settings))
+        design, rounds = _design(settings, replays)
         values = np.array([value for _, _, value in replays])
-        for at, (number, setting, _) in enumerate(replays):
-            design[at, rounds.index(number)] = design[at, len(rounds) + setting] = 1.0
-        seen = np.flatnonzero(design[:, len(rounds) :].any(axis=0))
-        apart = np.linalg.inv(alike[np.ix_(seen, seen)])
+        own = rounds + np.flatnonzero(design[:, rounds:].any(axis=0))
+        apart = np.linalg.inv(alike[np.ix_(own - rounds, own - rounds)])
         prior = np.zeros((design.shape[1], design.shape[1]))
-        prior[: len(rounds), : len(rounds)] = np.eye(len(rounds)) / max(spreads.mood, 1e-9) ** 2
-        precision, own = np.linalg.inv(alike), seen + len(rounds)
+        prior[:rounds, :rounds] = np.eye(rounds) / max(spreads.mood, 1e-9) ** 2
         effect2, noise2, freedom = spreads.effect**2, spreads.noise**2, PRIOR_FREEDOM
         for _ in range(_PASSES):
-            prior[len(rounds) :, len(rounds) :] = precision / effect2
+            prior[rounds:, rounds:] = np.linalg.inv(alike) / effect2
             covariance = np.linalg.inv(prior + design.T @ design / noise2)
             mean = covariance @ design.T @ values / noise2
             used = float(np.trace(covariance @ design.T @ design)) / noise2
@@ -91,17 +87,12 @@ class Effects:
             noise2 = (PRIOR_FREEDOM * spreads.noise**2 + float(off @ off)) / freedom
             if spreads.learns_effect:
                 squares = np.outer(mean[own], mean[own]) + covariance[np.ix_(own, own)]
-                effect2 = (
-                    PRIOR_FREEDOM * spreads.effect**2 + float(np.sum(apart * squares))
-                ) / (PRIOR_FREEDOM + len(seen))
-        mine = covariance[len(rounds) :, len(rounds) :]
-        return cls(
-            np.asarray(mean[len(rounds) :]),
-            np.asarray(np.linalg.cholesky(mine + 1e-15 * np.eye(settings)), np.float64),
-            float(np.sqrt(noise2)),
-            freedom,
-            spreads.mood,
-        )
+                learnt = PRIOR_FREEDOM * spreads.effect**2 + float(np.sum(apart * squares))
+                effect2 = learnt / (PRIOR_FREEDOM + len(own))
+        mine = covariance[rounds:, rounds:] + 1e-15 * np.eye(settings)
+        root = np.asarray(np.linalg.cholesky(mine), np.float64)
+        noise = float(np.sqrt(noise2))
+        return cls(np.asarray(mean[rounds:]), root, noise, freedom, spreads.mood)
 
     def among(self, settings: Sequence[int]) -> Self:
         """Return the effects of some of the settings alone."""
@@ -132,6 +123,18 @@ class Effects:
         left = np.maximum(before - (moves**2).sum(axis=1), 0.0)
         shares: Floats = np.sqrt(left / np.maximum(before, 1e-30))
         return moves, shares
+
+
+def _design(settings: int, replays: Sequence[tuple[int, int, float]]) -> tuple[Floats, int]:
+    """Return of which round and which setting each replay is, and how many rounds there are.
+
+    Shapes: [replays, rounds + settings].
+    """
+    rounds = sorted({number for number, _, _ in replays})
+    design = np.zeros((len(replays), len(rounds) + settings))
+    for at, (number, setting, _) in enumerate(replays):
+        design[at, rounds.index(number)] = design[at, len(rounds) + setting] = 1.0
+    return design, len(rounds)
 
 
 # By how much a replay differs from the simulation of the same requests at its own speed, from
