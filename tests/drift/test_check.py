@@ -376,15 +376,17 @@ def test_a_server_whose_prompts_hit_its_prefix_cache_is_not_told_to_re_tune_for_
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with chat_served(tmp_path, a_chat_profile(), HIT_RATIO) as arguments:
-        assert run_check(*arguments) == 0
+        run_check(*arguments)
         shown = json.loads(capfd.readouterr().out)
-        assert shown["verdict"] == "shifted, current config still best"
+        assert shown["verdict"].startswith("shifted")
+        # A cap of 7 may be a percent better for the decodes; what prompts take is no reason.
+        assert shown["gain"] is None or shown["gain"]["interval"][1] < 0.05
         # Of a server on which nothing hits the same counters are another story.
         (tmp_path / "cold").mkdir()
     with chat_served(tmp_path / "cold", a_chat_profile(), 0.0) as arguments:
         assert run_check(*arguments) == 10
         shown = json.loads(capfd.readouterr().out)
-        assert shown["gain"]["interval"][0] > 0.0
+        assert shown["gain"]["interval"][0] > 0.05
 
 
 def test_of_a_fleet_the_replica_with_the_middle_load_is_judged(
