@@ -175,7 +175,7 @@ def tried(retune: Retune, pair: Pair, seed: int) -> Tried:
         raise SystemExit(f"{source}: no setting survived the baseline")
     drift = drift_between(sketch_of(before), sketch_of(now), seed)
     retune = replace(retune, space=replace(retune.space, current=tuned.limits))
-    found = without_replay(drift, tuned.limits) or check(drift, now, retune, AIM)
+    found = without_replay(drift, tuned.limits) or check(drift, now, retune, AIM, PAYS_RATIO)
     seen = retune.rank(now, AIM).observations
     best = leader(seen)
     if best is None:

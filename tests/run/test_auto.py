@@ -28,7 +28,7 @@ from tuner.errors import NoFeasibleConfigError, ShadowError, TooFewSamplesError,
 from tuner.replay.metrics import measure
 from tuner.report.run_files import read_run
 from tuner.report.sweep import rung_points
-from tuner.run.calibrate import Calibrator
+from tuner.run.calibrate.calibrator import Calibrator
 from tuner.run.rounds import unpacked
 from tuner.search.objective import Objective, Scoring, Tier
 from tuner.shadow.profiles import Profile, read_profile, write_profile

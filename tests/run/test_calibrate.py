@@ -21,13 +21,9 @@ from tuner.engine.protocol import Batch, Step
 from tuner.engine.steps import StepLog
 from tuner.errors import ShadowError, TooFewSamplesError
 from tuner.replay.plan import ReplayPlan
-from tuner.run.calibrate import (
-    CALIBRATION_SHARE,
-    Blocks,
-    Calibrator,
-    _outlook,
-    calibration_settings,
-)
+from tuner.run.calibrate.blocks import CALIBRATION_SHARE, Blocks, _outlook
+from tuner.run.calibrate.calibrator import Calibrator
+from tuner.run.calibrate.contenders import Contenders, calibration_settings
 from tuner.run.context import Workload
 from tuner.run.rounds import predicted_part
 from tuner.run.time_plan import fly_pilot, race_windows
@@ -123,9 +119,8 @@ def test_blocks_are_worth_what_they_can_tell_and_not_what_is_each_settings_own(
 ) -> None:
     current = EngineLimits(4, 2048)
     with a_run(tmp_path, steady(400, per_s=9.0), a_space(current)) as run:
-        calibrator = Calibrator.of(run.engine.start_below(current), current, {})
-        blocks = Blocks(run.runner, calibrator, Predictor)
-        found = blocks._contenders(Predictor(replace(a_profile(), uncertainty=left_open)))
+        predictor = Predictor(replace(a_profile(), uncertainty=left_open))
+        found = Contenders(run.context).of(predictor)
     assert 0.1 < found.loss < math.inf
     assert found.open_loss == pytest.approx(share * found.loss, abs=0.1 * found.loss)
 

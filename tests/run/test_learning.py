@@ -16,7 +16,7 @@ from support.traffic import kept, replay_toy, steady
 from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat
 from tuner.replay.plan import ReplayPlan
-from tuner.run.calibrate import Calibrator
+from tuner.run.calibrate.calibrator import Calibrator
 from tuner.run.directory import PROFILE_FILE, STEPS_FILE
 from tuner.run.records import KNOWN_RATIO, OWN_RATIO
 from tuner.run.rounds import unpacked

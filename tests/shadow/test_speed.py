@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from support.step_parts import LINEAR, columns
+from tuner.engine.shape import NO_GRAPHS, Graphs
 from tuner.engine.steps import StepColumns
 from tuner.errors import UsageError
 from tuner.shadow.fit import fit
@@ -223,7 +224,14 @@ def test_directions_that_are_none_are_refused() -> None:
 
 def test_replays_visit_the_same_as_far_as_they_make_the_same_batches() -> None:
     kinds = ((8, 2048), (8, 2048), (12, 2048), (64, 8192))
-    same, again, near, far = (visits(replay(kind, 2000, n)) for n, kind in enumerate(kinds))
+    same, again, near, far = (
+        visits(replay(kind, 2000, n), NO_GRAPHS) for n, kind in enumerate(kinds)
+    )
     assert np.linalg.norm(same) == pytest.approx(1.0)
     assert 1.0 > same @ again > 0.97 > same @ near > 0.8
     assert 0.8 > near @ far > same @ far == 0.0
+    # What a graph serves is another kind, as far as it does.
+    steps = replay(kinds[0], 2000, 0)
+    captured = [visits(steps, Graphs(sizes)) for sizes in ((8,), (8, 512), (8, 1024, 4096))]
+    assert 0.9 < captured[0] @ captured[0] <= 1.0 + 1e-9
+    assert captured[0] @ captured[2] < captured[0] @ captured[1] < 1.0

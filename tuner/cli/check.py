@@ -72,7 +72,12 @@ class CheckOptions:
                 "--baseline is missing", "name a run directory, or the profile.yaml of one"
             )
         traffic = TrafficOptions.parse(params)
-        retune = replace(retune_of(params), window=traffic.window, **traffic.settings)
+        retune = replace(
+            retune_of(params),
+            window=traffic.window,
+            min_gain_ratio=params["min_gain"],
+            **traffic.settings,
+        )
         return cls(
             baseline=Path(params["baseline"]),
             profile=path_of(params["profile"]),

@@ -42,7 +42,7 @@ from tuner.cli.options import (
 )
 from tuner.cli.predict.commands import calibrate, explain, explore, gate, plan, profile
 from tuner.cli.trace_commands import trace
-from tuner.cli.values import FILE, LADDER, NAME
+from tuner.cli.values import FILE, LADDER, NAME, SHARE
 from tuner.cli.watch_command import watch
 from tuner.emit.names import Format, PatchKind
 
@@ -184,6 +184,13 @@ def compare(**params: Any) -> int:
         "--config",
         help="Configuration that is served now (YAML); default: what the run recommends, or "
         "what a profile was made with.",
+    ),
+    click.option(
+        "--min-gain",
+        type=SHARE,
+        default="5%",
+        metavar="SHARE",
+        help="Smaller gains are no reason for a re-tune.",
     ),
     JSON,
 )

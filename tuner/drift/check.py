@@ -214,19 +214,24 @@ def check_traffic(
         found = found.but([*limits, *(engine.unlike(values) if config is not None else ())])
     else:
         found = _predicted(
-            drift, retune_on(trace, baseline, served, config, options, note), note
+            drift,
+            retune_on(trace, baseline, served, config, options, note),
+            note,
+            options.min_gain_ratio,
         )
     for middle in trace.notes.told(RemarkKind.MIDDLE_ENGINE)[:1]:
         found = replace(found, why=f"{found.why}; of {middle}")
     return found
 
 
-def _predicted(drift: Drift, ready: Ready, note: Callable[[str], None]) -> Checked:
+def _predicted(
+    drift: Drift, ready: Ready, note: Callable[[str], None], min_gain_ratio: float
+) -> Checked:
     """Return what shifted traffic is worth, by predicting it at every setting."""
     space = ready.retune.space
     others = len(space.grid())
     note(f"traffic has shifted: predicting it at {space.current} and {others} others")
-    checked = check(drift, ready.trace, ready.retune, ready.aim)
+    checked = check(drift, ready.trace, ready.retune, ready.aim, min_gain_ratio)
     checked = replace(checked, error=ready.retune.predictor.error)
     if remark := ready.retune.predictor.info(space.ceiling).remark:
         note(remark)
@@ -243,10 +248,13 @@ def other_limits(served: EngineLimits, tuned: EngineLimits) -> list[str]:
     return [] if served == tuned else [told]
 
 
-def check(drift: Drift, trace: Trace, retune: Retune, aim: Aim) -> Checked:
+def check(
+    drift: Drift, trace: Trace, retune: Retune, aim: Aim, min_gain_ratio: float = 0.0
+) -> Checked:
     """Return whether traffic that has shifted is better served by another configuration.
 
-    `trace` is what of it is replayed.
+    `trace` is what of it is replayed. A gain below `min_gain_ratio` does not pay, unless the
+    current one misses bounds that the other surely keeps.
 
     Raises: ShadowError, TooFewSamplesError, UsageError.
     """
@@ -272,6 +280,8 @@ def check(drift: Drift, trace: Trace, retune: Retune, aim: Aim) -> Checked:
     where = f"at {best.limits} instead of {current}"
     text = decision.why if gain is None else f"{gain.text}, {decision.why}"
     pays = decision.verdict is RaceVerdict.CHANGE
+    if pays and gain is not None and not gain.meets_more and gain.value < min_gain_ratio:
+        pays, text = False, f"{text}, but by less than --min-gain {100 * min_gain_ratio:g}%"
     verdict = DriftVerdict.PAYS if pays else DriftVerdict.STILL_BEST
     why = f"{shifted}{':' if pays else ', but'} {where} {text}{rest}"
     return Checked(verdict, why, drift, current, best.limits, gain, state)

@@ -58,7 +58,8 @@ class Retune:
 class RetuneOptions(ReplaySettings):
     """What a re-tune by prediction aims at; what is None is the baseline's.
 
-    With a `reach` nothing further from the current limits is tried.
+    With a `reach` nothing further from the current limits is tried. A gain below
+    `min_gain_ratio` does not pay.
 
     Units: seconds; `ladder` caps of max_num_seqs.
     """
@@ -70,6 +71,7 @@ class RetuneOptions(ReplaySettings):
     seed: int = 0
     is_forced: bool = False
     reach: Reach | None = None
+    min_gain_ratio: float = 0.0
 
     def aim(self, baseline: Baseline, trace: Trace) -> Aim:
         """Return what is aimed at on this trace. Raises: UsageError, TraceError."""

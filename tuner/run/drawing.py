@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain, zip_longest
 
 import numpy as np
@@ -40,7 +40,7 @@ from tuner.shadow.step_model import StepModel
 from tuner.stats import Estimate, Floats, even_normals
 from tuner.traffic.resample import Resampler, at_load
 from tuner.traffic.traces import LoadModel, Trace
-from tuner.traffic.windows import busiest
+from tuner.traffic.windows import busy_part
 
 # Draws: ours; a probability of 0.9 is then itself off by 2 %, and by 4 % where there are many
 # decisions to make. Of a capacity, for which each draw takes a dozen replays, fewer.
@@ -60,7 +60,6 @@ SAME_RATIO = 0.001
 # What settings that make the same batches have of their own, as a share of what is off by what
 # they make, a variance: ours.
 OWN_SHARE = 0.05
-_NO_PART = 1e-9
 # Which batches a setting makes is asked of so many requests of a recording, its busiest: ours,
 # for every step of them is kept.
 MOST_VISITING = 20_000
@@ -202,15 +201,6 @@ def _resamplers(workload: Workload) -> list[Resampler | None]:
         return [None] * len(workload.pieces)
 
 
-def _busy_part(piece: Trace) -> Trace:
-    """Return the busiest stretch of a piece that has more requests than are asked.
-
-    All of one whose requests come at once.
-    """
-    length_s = MOST_VISITING / len(piece) * piece.duration_s
-    return busiest(piece, length_s).of(piece) if 0 < length_s < piece.duration_s else piece
-
-
 # What of a draw has random numbers of its own.
 _COMMON, _OWN, _TRAFFIC, _UNEXPLAINED, _BATCHES = range(5)
 
@@ -227,7 +217,6 @@ class Drawing:
         self._workload = workload = predictions.workload
         self._resamplers = _resamplers(workload)
         self._recorded = Replays(workload, workload.pieces)
-        self._visiting = Replays(workload, [_busy_part(p) for p in workload.pieces])
         self._shared: list[StepModel] = []
         self._here: dict[tuple[EngineLimits, int], Floats] = {}
         self._elsewhere: dict[tuple[EngineLimits, int], Floats] = {}
@@ -449,20 +438,30 @@ class Drawing:
         return found
 
     def _visits(self, limits: EngineLimits) -> Floats | None:
-        """Return which batches a setting makes of the recorded traffic.
+        """Return which batches a setting makes of the recorded traffic, of a busy part of much.
 
         None of one that fails, and where vLLM's own scheduler is asked, which takes too long.
         """
         if limits not in self._visited:
-            is_out = isinstance(self.predictions.outcomes.get(limits), Failure)
-            is_asked = not (is_out or self._predictor.doubt)
+            is_asked = not self._predictor.doubt
             self._visited[limits] = self._replayed_visits(limits) if is_asked else None
         return self._visited[limits]
 
-    def _replayed_visits(self, limits: EngineLimits) -> Floats:
-        plan, engine = replace(self._workload.plan, keep_steps=True), self._predictor
-        logs = self._visiting.logs(engine.simulated(limits), limits, plan)
-        return visits(joined([log.kept_steps for log in logs if log.kept_steps is not None]))
+    def _replayed_visits(self, limits: EngineLimits) -> Floats | None:
+        engine = self._predictor.simulated(limits)
+        plan = replace(self._workload.plan, keep_steps=True)
+        try:
+            logs = self._busy.logs(engine, limits, plan)
+        except EngineError:
+            return None
+        steps = joined([log.kept_steps for log in logs if log.kept_steps is not None])
+        return visits(steps, engine.step_model.graphs)
+
+    @cached_property
+    def _busy(self) -> Replays:
+        """What of the traffic says which batches settings make."""
+        pieces = self._workload.pieces
+        return Replays(self._workload, [busy_part(p, MOST_VISITING) for p in pieces])
 
     @property
     def _own_error(self) -> float:
@@ -492,7 +491,7 @@ class Drawing:
         along = 0.0 if first is None else float(visited @ first)
         rest = visited if first is None else visited - along * first
         off: Floats = along * self._of_knot(count, -1)
-        for knot in np.flatnonzero(np.abs(rest) > _NO_PART).tolist():
+        for knot in np.flatnonzero(rest.round(9)).tolist():
             off = off + rest[knot] * self._of_knot(count, knot)
         return off
 

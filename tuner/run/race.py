@@ -107,15 +107,16 @@ class PredictedEvidence:
 
     def _draws_by(self, predictor: Predictor, count: int) -> Draws:
         """Return draws as they are by a predictor of the same settings."""
-        settings = self.settings()
-        failed = {t.limits for t in self._trials() if t.score.tier is Tier.FAILED}
-        predictions = self.known.predictions
-        outcomes = dict(predictions.outcomes)
-        for limits in failed:
+        drawing = self._drawing(predictor)
+        return drawing.draws(self.settings(), count, self._unexplained(drawing))
+
+    def _drawing(self, predictor: Predictor) -> Drawing:
+        """Return draws of what was predicted, and of who failed since."""
+        outcomes = dict(self.known.predictions.outcomes)
+        for limits in {t.limits for t in self._trials() if t.score.tier is Tier.FAILED}:
             outcomes[limits] = Failure("it failed in its live replay")
-        predictions = replace(predictions, outcomes=outcomes)
-        drawing = Drawing(predictor.as_deployed(), predictions)
-        return drawing.draws(settings, count, self.unexplained())
+        predictions = replace(self.known.predictions, outcomes=outcomes)
+        return Drawing(predictor.as_deployed(), predictions)
 
     def _trials(self) -> list[Trial]:
         settings = self.settings()
@@ -130,6 +131,9 @@ class PredictedEvidence:
 
         Of each of the `settings`.
         """
+        return self._unexplained(self._drawing(self.known.predictor))
+
+    def _unexplained(self, drawing: Drawing) -> Unexplained:
         settings, whole = self.settings(), [t for t in self._trials() if t.is_whole]
         for trial in whole:
             if trial.number not in self._off:
@@ -142,7 +146,6 @@ class PredictedEvidence:
             ]
             for column in (COST, SLO)
         )
-        drawing = Drawing(self.known.predictor.as_deployed(), self.known.predictions)
         return Unexplained.of(len(settings), cost, slo, drawing.alike(settings))
 
     def _off_by(self, trial: Trial) -> tuple[float, float]:

@@ -73,12 +73,15 @@ class Effects:
         design, rounds = _design(settings, replays)
         values = np.array([value for _, _, value in replays])
         own = rounds + np.flatnonzero(design[:, rounds:].any(axis=0))
-        apart = np.linalg.inv(alike[np.ix_(own - rounds, own - rounds)])
+        unlike, apart = (
+            np.linalg.inv(alike),
+            np.linalg.inv(alike[np.ix_(own - rounds, own - rounds)]),
+        )
         prior = np.zeros((design.shape[1], design.shape[1]))
         prior[:rounds, :rounds] = np.eye(rounds) / max(spreads.mood, 1e-9) ** 2
         effect2, noise2, freedom = spreads.effect**2, spreads.noise**2, PRIOR_FREEDOM
         for _ in range(_PASSES):
-            prior[rounds:, rounds:] = np.linalg.inv(alike) / effect2
+            prior[rounds:, rounds:] = unlike / effect2
             covariance = np.linalg.inv(prior + design.T @ design / noise2)
             mean = covariance @ design.T @ values / noise2
             used = float(np.trace(covariance @ design.T @ design)) / noise2

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from tuner.engine.shape import Graphs
 from tuner.engine.steps import StepColumns
 from tuner.errors import UsageError
 from tuner.shadow.step_model import SCALARS, TERMS, Factors, StepModel, places
@@ -188,22 +189,25 @@ class Visited:
         return found
 
 
-def visits(steps: StepColumns) -> Floats:
+def visits(steps: StepColumns, graphs: Graphs) -> Floats:
     """Return the root of the share of the time that batches about each pair of knots take.
 
-    What two settings visit is alike as far as the product of both is 1.
+    What two settings visit is alike as far as the product of both is 1. Where anything is
+    captured a batch that a graph serves is of another kind than one that is launched eagerly.
 
-    Shapes: [pairs of knots], of length 1.
+    Shapes: [2 x pairs of knots], of length 1.
     Source: Bhattacharyya, On a measure of divergence between two statistical populations,
         Bull. Calcutta Math. Soc. 35 (1943).
     """
     seqs, tokens = steps.decode_seqs, steps.prefill_tokens
     took_s = np.where(steps.has_batch, steps.duration_s, 0.0)
-    time_s = np.zeros(_KNOTS * _KNOTS)
+    _, has_graph = graphs.padded_along(seqs + tokens, tokens > 0)
+    kind = _KNOTS * _KNOTS * has_graph
+    time_s = np.zeros(2 * _KNOTS * _KNOTS)
     (i, down), (j, across) = places(seqs), places(tokens)
     for k, row in ((i, 1.0 - down), (i + 1, down)):
         for m, column in ((j, 1.0 - across), (j + 1, across)):
-            time_s += np.bincount(_KNOTS * k + m, took_s * row * column, time_s.size)
+            time_s += np.bincount(kind + _KNOTS * k + m, took_s * row * column, time_s.size)
     shares = time_s / max(float(time_s.sum()), 1e-30)
     roots: Floats = np.sqrt(np.where(shares < _SELDOM, 0.0, shares))
     return roots / max(float(np.linalg.norm(roots)), 1e-30)

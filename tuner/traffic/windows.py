@@ -174,6 +174,14 @@ def busiest(trace: Trace, length_s: float) -> Window:
     return Window(max(0.0, end_s - length_s), end_s)
 
 
+def busy_part(trace: Trace, requests: int) -> Trace:
+    """Return the busiest stretch, as long as so many requests take in the mean, or all."""
+    share = requests / len(trace)
+    if share >= 1:
+        return trace
+    return busiest(trace, max(share * trace.duration_s, INSTANT_S)).of(trace)
+
+
 def typical(trace: Trace, length_s: float) -> Window:
     """Return the window of this length whose token work is nearest the median.
 

@@ -11,7 +11,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.steps import StepColumns
 from tuner.errors import Caveat, ShadowError, TooFewSamplesError
 from tuner.replay.process import EngineStart
-from tuner.run.calibrate import Calibrator
+from tuner.run.calibrate.calibrator import Calibrator
 from tuner.run.context import RunContext, Workload
 from tuner.run.directory import PROFILE_FILE, STEPS_FILE
 from tuner.run.records import Restlessness
