@@ -315,6 +315,7 @@ def test_a_watch_without_a_guard_has_no_time_for_one(home: Path) -> None:
         options_of(home, *given, "--no-guard", "--guard", "1h")
 
 
+@pytest.mark.engine
 def test_a_profile_of_another_vllm_is_refused_before_it_is_needed(home: Path) -> None:
     options = options_of(home, "--once", "--prometheus", "http://p:9")
     with pytest.raises(UsageError, match=r"the profile was made with vLLM 0, here is") as shown:

@@ -87,6 +87,7 @@ def test_prefixes_count_in_what_a_replay_takes(monkeypatch: pytest.MonkeyPatch) 
     assert room_for(replace(plain, hashes=ids), cached) < room[1] == room[0]
 
 
+@pytest.mark.engine
 def test_a_doubt_cannot_be_settled_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: object) -> None:
         raise UsageError("vLLM is not installed")

@@ -18,7 +18,6 @@ from tuner.engine.demo import demo_engine_args
 from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveEngine
 from tuner.engine.protocol import Batch, Engine
-from tuner.recorder.plugin import described_server
 from tuner.replay.arrivals import Sessions
 from tuner.replay.loop import ReplayLog, replay
 from tuner.replay.plan import ReplayPlan
@@ -220,6 +219,8 @@ def test_every_step_of_a_model_with_windows_is_scheduled_alike_too(
 
 def test_groups_of_a_recorded_server_are_those_of_the_engine(hybrid: LiveEngine) -> None:
     """An API server holds no list of them, but which layers look back a window."""
+    from tuner.recorder.plugin import described_server
+
     core = hybrid._running_core
     config = described_server(core._core.vllm_config, "0")["config"]
     there = json.loads(json.dumps(config))
