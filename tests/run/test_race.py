@@ -58,10 +58,11 @@ def test_a_race_hears_of_every_step_and_runs_no_round_twice(tmp_path: Path) -> N
         before = [(r.round, r.limits) for r in run.context.journal.race_runs()]
         again = raced(run, run.plan(*field), on_log)
         keys = [(r.round, r.limits) for r in run.context.journal.race_runs()]
-    assert sorted(heard) == sorted([*field, *field])
+    assert sorted(heard) == sorted(found.rounds * field)
     assert keys == before
     assert found == again
-    assert (found.verdict, found.winner, found.rounds) == (RaceVerdict.CHANGE, BETTER, 2)
+    assert (found.verdict, found.winner) == (RaceVerdict.CHANGE, BETTER)
+    assert 2 <= found.rounds < MAX_ROUNDS
     assert found.gain is not None
     assert not_none(found.gain.low) < known_ratio(BETTER) < not_none(found.gain.high)
 

@@ -375,8 +375,8 @@ def test_one_that_fails_in_the_end_still_tells_of_the_rounds_it_was_in(seed: int
 
     runs = [
         *of(CURRENT, 2.0, 1, 2, 3),
-        *of(OTHER, 1.85, 4, 5, 6),
-        *of(THIRD, 1.9, *range(1, 6)),
+        *of(OTHER, 1.7, 4, 5, 6),
+        *of(THIRD, 1.8, *range(1, 6)),
         RaceRun(THIRD, 6, FAILED),
         RaceRun(CURRENT, 6, score(2.0 * moods[5])),
     ]

@@ -24,6 +24,9 @@ from tuner.stats import Floats
 PRIOR_FREEDOM = 4.0
 _PASSES = 8
 
+Replay = tuple[int, int, float]
+"""The round of a replay, the number of its setting, and the logarithm of its value."""
+
 
 @dataclass(frozen=True, slots=True)
 class Spreads:
@@ -58,7 +61,7 @@ class Effects:
     def of(
         cls,
         settings: int,
-        replays: Sequence[tuple[int, int, float]],
+        replays: Sequence[Replay],
         spreads: Spreads,
         alike: Floats | None = None,
     ) -> Self:
@@ -70,7 +73,7 @@ class Effects:
         Shapes: alike is [settings, settings].
         """
         alike = np.eye(settings) if alike is None else alike
-        design, rounds = _design(settings, replays)
+        design, rounds = design_of(settings, replays)
         values = np.array([value for _, _, value in replays])
         own = rounds + np.flatnonzero(design[:, rounds:].any(axis=0))
         unlike, apart = (
@@ -128,7 +131,7 @@ class Effects:
         return moves, shares
 
 
-def _design(settings: int, replays: Sequence[tuple[int, int, float]]) -> tuple[Floats, int]:
+def design_of(settings: int, replays: Sequence[Replay]) -> tuple[Floats, int]:
     """Return of which round and which setting each replay is, and how many rounds there are.
 
     Shapes: [replays, rounds + settings].

@@ -10,18 +10,22 @@ import numpy as np
 
 from tuner.engine.limits import EngineLimits
 from tuner.search.draws import LIVE_ALONE, Draws, Learnable
-from tuner.search.effects import Effects, Spreads
+from tuner.search.effects import Effects, Replay, Spreads
 from tuner.search.judging import COST, LOAD, SLO
+from tuner.search.mixture import Mixture
 from tuner.search.objective import RATE, Score, Tier
 from tuner.search.race import RaceRun, compared
 from tuner.stats import Floats
 
-# Of what live replays show where nothing was predicted, before any: settings differ by a lot,
-# rounds by a busy machine's mood, replays of a round by what two differ by on one: ours.
+# Of what live replays show where nothing was predicted, before any: what settings have in
+# common may be anything, rounds differ by a busy machine's mood, replays of a round by what two
+# differ by on one: ours.
 LIVE_SPREADS = Spreads(effect=1.0, mood=0.15, noise=0.05)
 # Of what a bound leaves it is the level that counts, of which a mood is a part.
 LEVEL_SPREADS = Spreads(effect=1.0, mood=0.0, noise=0.05)
 _LEAST_USED = 1e-9
+
+_ToldBy = Callable[[int, Sequence[Replay], int], tuple[Floats, Effects]]
 
 
 def draws_of_replays(
@@ -39,11 +43,11 @@ def draws_of_replays(
     good = [run for run in mine if run.limits not in failed]
     metric = _own_metric(good)
     drawn = partial(_drawn_live, settings, mine, draws)
-    values, told = drawn(LIVE_SPREADS, lambda score: score.value_of(metric))
+    values, told = drawn(_by_kinds, lambda score: score.value_of(metric))
     endless = failed | _endless(good, metric)
     values[:, [limits in endless for limits in settings]] = math.inf
-    slo, told_of_slo = drawn(LEVEL_SPREADS, lambda score: score.slo_used, SLO)
-    load, told_of_load = drawn(LEVEL_SPREADS, lambda score: score.load_used, LOAD)
+    slo, told_of_slo = drawn(_by_level, lambda score: score.slo_used, SLO)
+    load, told_of_load = drawn(_by_level, lambda score: score.load_used, LOAD)
     breaking = {run.limits for run in good if run.score.slo_used == math.inf}
     slo[:, [limits in breaking for limits in settings]] = math.inf
     has_slos = any(run.score.slo_used is not None for run in good)
@@ -73,7 +77,7 @@ def _drawn_live(
     settings: Sequence[EngineLimits],
     runs: Sequence[RaceRun],
     draws: int,
-    spreads: Spreads,
+    told_by: _ToldBy,
     of: Callable[[Score], float | None],
     column: int = COST,
 ) -> tuple[Floats, Learnable | None]:
@@ -93,6 +97,17 @@ def _drawn_live(
         return np.zeros((draws, len(settings))), None
     middle = float(np.median([value for _, _, value in replays]))
     around = [(number, setting, value - middle) for number, setting, value in replays]
-    found, rng = Effects.of(len(settings), around, spreads), np.random.default_rng(0)
-    off = np.array([found.draw(rng) for _ in range(draws)])
+    off, found = told_by(len(settings), around, draws)
     return np.exp(middle + off), Learnable(found, off, column)
+
+
+def _by_kinds(settings: int, replays: Sequence[Replay], draws: int) -> tuple[Floats, Effects]:
+    """Return draws of effects that are hardly, by some or by a lot apart, and their spread."""
+    found = Mixture.of(settings, replays, LIVE_SPREADS)
+    return found.draws(draws, np.random.default_rng(0)), found.pooled
+
+
+def _by_level(settings: int, replays: Sequence[Replay], draws: int) -> tuple[Floats, Effects]:
+    """Return draws of effects, each of which may be anything, and their spread."""
+    found, rng = Effects.of(settings, replays, LEVEL_SPREADS), np.random.default_rng(0)
+    return np.array([found.draw(rng) for _ in range(draws)]), found
