@@ -26,7 +26,7 @@ from support.examples_parts import (
     tune_commands,
 )
 from support.paths import ROOT
-from tuner.cli.commands import check
+from tuner.cli.commands import check, tune
 from tuner.cli.watch_command import watch
 
 # --- every command in them ---
@@ -125,6 +125,25 @@ def test_kubernetes_takes_the_manifests(objects: dict[str, dict[str, Any]]) -> N
     role = objects["Role"]
     with pytest.raises(Exception, match="verb"):
         validate({**role, "rules": [{"verb": "get"}]}, "1.33", strict=True)
+
+
+def test_kubernetes_takes_the_job_that_tunes_and_tune_its_arguments() -> None:
+    validate = pytest.importorskip("kubernetes_validate").validate
+    (job,) = yaml.safe_load_all((ROOT / "examples" / "tune" / "job.yaml").read_text())
+    for version in ("1.28", "1.33"):
+        validate(job, version, strict=True)
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    volumes = {volume["name"] for volume in pod["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+    places = tuple(mount["mountPath"] + "/" for mount in container["volumeMounts"])
+    with tune.make_context("tune", container["args"]) as context:
+        given = context.params
+    files = [*given["trace"], *(given[name] for name in ("config", "output", "run_dir"))]
+    assert all(file.startswith(places) for file in files)
+    assert job["spec"]["activeDeadlineSeconds"] >= given["budget"] + given["start_timeout"]
+    # Another try would find the folder of the first run and refuse it.
+    assert job["spec"]["backoffLimit"] == 0
 
 
 def test_the_job_gets_what_it_mounts_and_no_more_rights_than_one_object(
