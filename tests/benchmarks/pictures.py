@@ -190,13 +190,13 @@ def _kept(name: str) -> dict[str, Any]:
 
 def bars() -> list[Bar]:
     """Return the three ways, measured in one hour, with restarts in other hours."""
-    one_hour = _kept("_twice")
+    one_hour = _kept("_worth")
     settings = one_hour["settings"]
     restarts = [
         *(settings * kept["restart_each_s"] for kept in (_kept(""), _kept("_again"))),
         *(
             settings * _kept(name)["restarts_same_hour"]["each_s"]
-            for name in ("_rounds", "_blocks", "_spare")
+            for name in ("_rounds", "_blocks", "_spare", "_twice")
         ),
     ]
     sweep_s = settings * one_hour["restarts_same_hour"]["each_s"]
