@@ -35,7 +35,7 @@ RESULTS = Path(__file__).parent / "results"
 PICTURES = ROOT / "examples" / "pictures"
 COMMAND = (
     "tune --trace traces/translation.jsonl --config examples/demo/current.yaml "
-    "--budget 150s -o best.yaml"
+    "--budget 105s -o best.yaml"
 )
 COLUMNS = 112
 """Columns of the terminal: ours, the longest that can be read in a page's width."""
