@@ -12,7 +12,7 @@ import msgspec
 
 from support.job_parts import run
 from support.toy import ToyCosts, ToySource
-from support.toy_tune import CROWDED, write_trace
+from support.toy_tune import write_trace
 from support.traffic import replay_toy
 from tuner.engine.limits import EngineLimits
 from tuner.replay.metrics import measure
@@ -27,8 +27,10 @@ from tuner.traffic.traces import Trace
 
 EVIL = "<script>alert('model')</script>"
 # Few blocks, so that the KV cache fills and requests are preempted.
-SOURCE = ToySource(CROWDED, current=EngineLimits(32, 2048), num_blocks=130)
-SHADOW_COSTS = ToyCosts(base_s=0.0103, knee=10, crowd_s=0.0003)
+SOURCE = ToySource(
+    ToyCosts(knee=10, crowd_s=0.0008), current=EngineLimits(32, 2048), num_blocks=130
+)
+SHADOW_COSTS = ToyCosts(base_s=0.0103, knee=10, crowd_s=0.0008)
 GRID = [EngineLimits(n, b) for b in (512, 2048) for n in (4, 8, 16, 32)]
 
 
