@@ -22,6 +22,7 @@ from tuner.run.drawing import Deployed
 from tuner.run.records import ColdConfirmation
 from tuner.run.time_plan import RacePlan, cold_cost_s
 from tuner.run.trial_runner import TrialRunner
+from tuner.search.draws import LIVE_ALONE
 from tuner.search.judging import TIE_LOSS
 from tuner.search.objective import Score, Tier
 from tuner.search.race import LIKELY, Odds, RaceDecision, RaceVerdict, by_round
@@ -301,9 +302,15 @@ def _cold_of(
     mean, sd = _normal(gain)
     if deployed is not None:
         raced_sd = math.hypot(sd, OF_WINDOW)
-    elif not math.isfinite(raced):
+    elif _is_raced_alone(decision, worst.own_metric) or not math.isfinite(raced):
         raced, raced_sd = mean, sd
     return weighed(cold, (mean, sd), (raced, raced_sd, shared), (seen, seen_sd))
+
+
+def _is_raced_alone(decision: RaceDecision, metric: str) -> bool:
+    """Whether the gain is what the window's replays show of a metric, their noise weighed."""
+    odds = decision.odds
+    return odds is not None and odds.basis == LIVE_ALONE and decision.metric == metric
 
 
 def weighed(
