@@ -33,6 +33,8 @@ from tuner.run.cold import (
     weighed,
 )
 from tuner.run.drawing import Deployed
+from tuner.run.live_search import LiveEvidence
+from tuner.run.race import race
 from tuner.search.objective import Score, Tier
 from tuner.search.race import Odds, RaceDecision, RaceVerdict
 from tuner.search.trials import Phase
@@ -115,6 +117,19 @@ def test_a_winner_that_is_better_cold_too_stays(tmp_path: Path) -> None:
     assert cold.record.winner == records[0].value
     assert cold.record.current == records[1].value
     assert run.context.stopwatch.stages_s["cold"] > 0
+
+
+def test_cold_engines_move_what_a_race_alone_told_of_the_gain_towards_what_they_show(
+    tmp_path: Path,
+) -> None:
+    """It told less than its replays showed, since some of that could be noise."""
+    with a_run(tmp_path, TRACE, a_space(CURRENT), CROWDED_TOY) as run:
+        run.engine.ensure_started()
+        decision = race(run.runner, LiveEvidence(run.plan(BETTER, CURRENT)))
+        found, cold = cold_of(run, decision)
+    before, after = not_none(decision.gain).value, not_none(found.gain).value
+    assert not_none(not_none(cold).ratio) == pytest.approx(known_ratio(BETTER), rel=1e-6)
+    assert known_ratio(BETTER) < after < before
 
 
 def test_each_cold_engine_is_started_with_the_values_it_would_be_deployed_with(
