@@ -156,6 +156,19 @@ def test_a_neighbour_that_failed_or_was_cut_short_is_called_that() -> None:
     assert said == "4 was cut short: took too long; 32 failed"
 
 
+def test_who_ran_at_once_is_of_the_whole_trace_where_a_window_raced() -> None:
+    """A window of a second may hold fewer requests than the cap; its hour fills it."""
+    few, many = ({"max": float(n)} for n in (3, WINNER.max_num_seqs))
+    raced = a_record(WINNER, 2.0, Phase.RACE, 1, running=few)
+    full, idle = (a_record(WINNER, 2.0, Phase.SHADOW, running=ran) for ran in (many, few))
+    never = "the traffic: at most 3 requests ran at once, the cap never bound"
+    assert limited_by([raced, full], WINNER, (), "p99") == never
+    told = limited_by([raced, full], WINNER, (), "p99", is_part=True)
+    assert told == "nothing that was measured"
+    told = limited_by([raced, idle], WINNER, (), "p99", is_part=True)
+    assert told == f"{never} (predicted)"
+
+
 def test_where_a_window_raced_the_load_is_told_of_the_whole_trace_first() -> None:
     """The busiest second is more than the engine can take, the trace is not."""
     busy: dict[str, Any] = {"offered_per_s": 64.0, "utilisation": 2.2}

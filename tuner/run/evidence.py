@@ -276,7 +276,8 @@ def limited_by(
 ) -> str:
     """Say what keeps the configuration from doing better, from what was measured.
 
-    What was predicted says so, as the load is where a part of the trace was replayed.
+    What was predicted says so, as the load and who ran are where a part of the trace was
+    replayed.
     """
     mine, is_foretold = _known(records, limits)
     if not mine:
@@ -287,20 +288,18 @@ def limited_by(
         if value_s is not None and value_s > (1 - BINDING_RATIO) * slo.bound_s:
             said.append(f"SLO {slo}{own}")
     whole = _predicted(records, limits) if is_part else None
-    loads: Sequence[Mapping[str, Any]] = mine if whole is None else [whole]
+    loads, how = (mine, own) if whole is None else ([whole], " (predicted)")
     used = [m["utilisation"] for m in loads if m.get("utilisation") is not None]
     if used and statistics.median(used) > 1:
-        how = own if whole is None else " (predicted)"
         said.append(f"the load, {short(statistics.median(used), 2)} x what it can sustain{how}")
     cold = _cold(records, limits)
     if max(m["gpu_cache_usage_perc"]["max"] for m in cold or mine) > KV_FULL_RATIO:
         said.append(f"the KV cache, which was full{'' if cold else own}")
     said.extend(_neighbours(records, limits, tail))
-    if not said and mine[-1]["running"]["max"] < limits.max_num_seqs:
-        peak = int(mine[-1]["running"]["max"])
+    peak = int(loads[-1]["running"]["max"])
+    if not said and peak < limits.max_num_seqs:
         ran = f"{peak} request{'' if peak == 1 else 's'}"
-        never = f"at most {ran} ran at once, the cap never bound"
-        said.append(f"the traffic: {never}{own}")
+        said.append(f"the traffic: at most {ran} ran at once, the cap never bound{how}")
     return "; ".join(said) or "nothing that was measured"
 
 
