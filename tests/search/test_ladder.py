@@ -150,6 +150,24 @@ def test_a_current_configuration_far_above_the_ladder_does_not_hide_the_small_on
     assert 5 <= won(searched(on, space)).limits.max_num_seqs <= 7
 
 
+def test_where_the_current_cap_starves_the_slow_ones_below_it_are_left_out() -> None:
+    on = OnToy(ToySource(ToyCosts(base_s=0.05, per_seq_s=0.0)), steady(250, 30.0, output=8))
+    space = replace(SPACE, current=EngineLimits(8, 2048))
+    history = searched(on, space)
+    assert history[0].score.tier is Tier.NOT_SUSTAINED
+    assert min(o.limits.max_num_seqs for o in history) == 8
+    assert won(history).score.tier is Tier.GOOD
+
+
+def test_where_a_crowd_starves_the_current_cap_lower_ones_are_found() -> None:
+    costs = ToyCosts(base_s=0.02, per_seq_s=0.0002, knee=6, crowd_s=0.02)
+    on = OnToy(ToySource(costs), steady(250, 60.0))
+    history = searched(on, replace(SPACE, current=EngineLimits(16, 2048)))
+    assert history[0].score.tier is Tier.NOT_SUSTAINED
+    assert [o.limits.max_num_seqs for o in history[1:4]] == [32, 8, 4]
+    assert 5 <= won(history).limits.max_num_seqs <= 7
+
+
 def test_a_lower_budget_is_found_where_floods_hurt() -> None:
     on = OnToy(ToySource(FLOODED), steady(150, 3.0, prompt=330, output=60))
     best = won(searched(on)).limits

@@ -2,7 +2,9 @@
 
 A pure function of the history, so that a resumed run goes on as the first would have. It climbs
 the ladder of caps, goes past its end while the edge wins, refines between neighbours, then
-moves the token budget.
+moves the token budget. Where requests queue for the current cap without end it climbs from
+there, and goes down only while that does not hurt: a lower cap is slower still, and the
+slowest replays would cost the most.
 
 Tried and given up: Optuna's TPE as the proposer. With fifteen points of a noisy one-hump
 curve it spends most of them on what the ladder's order shows for nothing; the study keeps the
@@ -34,7 +36,7 @@ def propose(history: Sequence[Observation], space: SearchSpace) -> Proposal | No
     observations = [o for o in history if o.phase.is_search]
     if not observations:
         return Proposal(space.current, Phase.CURRENT)
-    for stage in (_climb, _refine, _move_budget, _climb_again):
+    for stage in (_climb, _descend, _refine, _move_budget, _climb_again):
         proposal = stage(observations, space)
         if proposal is not None:
             return proposal
@@ -81,10 +83,28 @@ def _caps(space: SearchSpace) -> Iterator[tuple[int, Phase]]:
         yield seqs, Phase.EXTEND
 
 
+def _starved(observations: Sequence[Observation], space: SearchSpace) -> Observation | None:
+    """Return the current configuration as it stands on the ladder where its cap is too low.
+
+    Its load grows faster than it is served while as many run as may.
+    """
+    on_ladder = space.at(space.current.max_num_seqs, space.reference_budget)
+    current = _measured(observations, on_ladder)
+    if current is None or not (current.is_whole and current.cap_bound):
+        return None
+    is_overloaded = current.score.tier is Tier.NOT_SUSTAINED or (
+        current.score.load_used is not None and current.score.load_used > 1
+    )
+    return current if is_overloaded else None
+
+
 def _climb(observations: Sequence[Observation], space: SearchSpace) -> Proposal | None:
     """Go up the ladder, and past its end while the edge keeps winning."""
-    climbed: list[Observation] = []
+    starved = _starved(observations, space)
+    climbed = [] if starved is None else [starved]
     for seqs, phase in _caps(space):
+        if starved is not None and seqs <= starved.limits.max_num_seqs:
+            continue
         limits = space.at(seqs, space.reference_budget)
         if not limits.within(space.ceiling) or climb_is_over(climbed):
             return None
@@ -94,6 +114,28 @@ def _climb(observations: Sequence[Observation], space: SearchSpace) -> Proposal 
         if measured is None:
             return None if same_schedule(observations, limits) else Proposal(limits, phase)
         climbed.append(measured)
+    return None
+
+
+def _descend(observations: Sequence[Observation], space: SearchSpace) -> Proposal | None:
+    """Go down from a cap that is too low for the load, while that does not hurt."""
+    starved = _starved(observations, space)
+    if starved is None:
+        return None
+    rungs = _rungs(observations, space)
+    last = starved
+    for cap in sorted(space.ladder, reverse=True):
+        if cap >= last.limits.max_num_seqs:
+            continue
+        best = leader([o for o in rungs if o.limits >= last.limits])
+        hurts = best is None or last.score.clearly_worse_than(best.score, TIE_RATIO)
+        if hurts or not last.is_whole:
+            return None
+        lower = space.at(cap, space.reference_budget)
+        measured = _measured(rungs, lower)
+        if measured is None:
+            return Proposal(lower, Phase.LADDER)
+        last = measured
     return None
 
 
