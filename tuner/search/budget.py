@@ -13,6 +13,7 @@ from tuner.replay.plan import ReplayPlan
 from tuner.replay.slo import Slo
 from tuner.search.objective import Objective
 from tuner.search.race import CONFIDENCE, MAX_ROUNDS
+from tuner.stats import short
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import Window, WindowChoice, busiest, typical, whole
 
@@ -162,7 +163,7 @@ def outlook(
     rounds = MAX_ROUNDS if race_s >= MAX_ROUNDS * round_s else int(race_s / round_s)
     cost = (
         f"outlook: calibrating takes up to {calibration_s:.0f} s of the {left_s:.0f} s left, "
-        f"then a replay of the window takes about {replay_s:.3g} s"
+        f"then a replay of the window takes about {short(replay_s)} s"
     )
     if rounds < 2:
         return (

@@ -15,7 +15,7 @@ from tuner.errors import UsageError
 from tuner.replay.metrics import Measurement
 from tuner.replay.plan import CutRule
 from tuner.replay.slo import Slo
-from tuner.stats import QUANTILES, tail_statistic
+from tuner.stats import QUANTILES, short, tail_statistic
 
 # A configuration is hopeless once it is certain to be half as bad again as the best so far:
 # ours, well beyond the noise of a single replay.
@@ -380,7 +380,7 @@ def broken_in(slos: Iterable[Slo], measurement: Mapping[str, Any]) -> list[str]:
             lost = measurement[slo.metric]["lost"]
             messages.append(f"{slo.name} has no end: {lost} requests were never answered")
         elif value_s is not None and value_s > slo.bound_s:
-            messages.append(f"{slo.name} {value_s:.3g} s exceeds {slo.bound_s:g} s")
+            messages.append(f"{slo.name} {short(value_s)} s exceeds {slo.bound_s:g} s")
     return messages
 
 

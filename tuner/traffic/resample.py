@@ -15,7 +15,7 @@ import numpy as np
 
 from tuner.errors import TooFewSamplesError, UsageError
 from tuner.files import free_bytes
-from tuner.stats import Floats, Ints
+from tuner.stats import Floats, Ints, short
 from tuner.traffic.prefixes import GOLDEN, HashIds, mixed
 from tuner.traffic.traces import Remark, RemarkKind, Trace, Turns, rows_of
 
@@ -108,7 +108,7 @@ def _remark(trace: Trace, asked: float, found: float) -> Remark:
     said = "times the recorded load, in the same time"
     if found == asked:
         return Remark(f"{asked:g} {said}")
-    said = f"{found:.3g} {said}"
+    said = f"{short(found)} {said}"
     if math.isclose(found, asked, rel_tol=MISSED):
         return Remark(f"{said} ({asked:g} was asked for)")
     what = "sessions" if trace.concurrency is None else "requests in flight"
@@ -215,7 +215,7 @@ class Resampler:
             share = 1 - empty_s / self._period_s if self._period_s else 0.0
             raise _too_few(
                 f"sessions that begin all the time, got {begins_s.size}, of which {share:.0%} "
-                f"of all stretches of {length_s:.3g} s hold one"
+                f"of all stretches of {short(length_s)} s hold one"
             )
 
     def draw(self, rng: np.random.Generator) -> Trace:

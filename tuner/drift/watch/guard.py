@@ -33,7 +33,7 @@ from tuner.drift.compare import MIN_REQUESTS
 from tuner.engine.limits import EngineLimits
 from tuner.replay.metrics import Measurement
 from tuner.replay.runner import Failure
-from tuner.stats import QUANTILES, Estimate, tail_statistic
+from tuner.stats import QUANTILES, Estimate, short, tail_statistic
 from tuner.traffic.prometheus.live import Live
 
 MIN_COVERED: Final = 0.8
@@ -210,8 +210,8 @@ def longer_queue(
     if waiting <= max(MIN_QUEUED, QUEUE_TIMES * before, QUEUE_TIMES * expected):
         return ""
     return (
-        f"{waiting:.3g} requests wait in the mean, {before:.3g} did before the change and "
-        f"{expected:.3g} were predicted to"
+        f"{short(waiting)} requests wait in the mean, {short(before)} did before the change "
+        f"and {short(expected)} were predicted to"
     )
 
 
@@ -269,7 +269,9 @@ def _beside(
             was, expected = _latency_text(observed), _latency_text(predicted)
             words = f"e2e_{name} {does} {was}, predicted {expected}"
             yield metric, _ratio(observed, predicted, metric), words
-    words = f"{live.requests_per_s:.3g} requests/s {finish}, predicted were {told_per_s:.3g}"
+    words = (
+        f"{short(live.requests_per_s)} requests/s {finish}, predicted were {short(told_per_s)}"
+    )
     # Of a predicted rate chance is that of the live one.
     yield RATE, _ratio(Estimate(told_per_s, None, None, 1), _rate_of(live), RATE), words
 
@@ -359,8 +361,9 @@ def _latency_text(latency: Estimate) -> str:
     >>> _latency_text(Estimate(1.5, 1.0, 2.0, 9)), _latency_text(Estimate(1.5, None, None, 9))
     ('1.5 s (1 … 2)', '1.5 s')
     """
-    within = f" ({latency.low:.3g} … {latency.high:.3g})" if latency.has_interval else ""
-    return f"{latency.value:.3g} s{within}"
+    if latency.low is None or latency.high is None:
+        return f"{short(latency.value)} s"
+    return f"{short(latency.value)} s ({short(latency.low)} … {short(latency.high)})"
 
 
 def _off(old: EngineLimits, took: str, wrong_ratio: float) -> str:

@@ -18,7 +18,7 @@ from tuner.replay.metrics import Measurement, measure
 from tuner.replay.server.client import HttpRun
 from tuner.replay.server.scrape import Scraper
 from tuner.replay.slo import Slo
-from tuner.stats import QUANTILES, WeightedSamples
+from tuner.stats import QUANTILES, WeightedSamples, short
 
 # Past this the client measures itself: ours, a decode step of a fast server.
 LAG_BUDGET_S = 0.050
@@ -220,7 +220,7 @@ def _broken(run: HttpRun, slo: Slo, failed_ratio: float) -> str:
     if value_s == np.inf:
         return f"{slo.name} is infinite, as {failed_ratio:.1%} failed"
     is_late = value_s > slo.bound_s
-    return f"{slo.name} {value_s:.3g} s exceeds {slo.bound_s:g} s" if is_late else ""
+    return f"{slo.name} {short(value_s)} s exceeds {slo.bound_s:g} s" if is_late else ""
 
 
 def slo_value_s(run: HttpRun, slo: Slo) -> float | None:

@@ -14,6 +14,7 @@ from tuner.replay.plan import ReplayPlan
 from tuner.replay.slo import Slo
 from tuner.search.space import SearchSpace
 from tuner.shadow.predictor import Predictor
+from tuner.stats import short
 from tuner.traffic.traces import LoadModel, Trace
 
 # What else than the engine a latency depends on, where requests are alone in it.
@@ -36,7 +37,7 @@ class Hopeless:
         >>> Hopeless(((Slo.parse("ttft_p95=1ms"), 0.31),)).text
         'requests that are alone in the engine already take longer: ttft_p95 0.31 s, predicted'
         """
-        reached = ", ".join(f"{slo.name} {value_s:.3g} s" for slo, value_s in self.reached_s)
+        reached = ", ".join(f"{slo.name} {short(value_s)} s" for slo, value_s in self.reached_s)
         return (
             f"requests that are alone in the engine already take longer: {reached}, predicted"
         )

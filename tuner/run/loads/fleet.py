@@ -39,6 +39,7 @@ from tuner.shadow.fleet import MAX_PREFIX_REPLICAS, Autoscaler, Fleet, FleetLog,
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.prepared import PreparedTrace
 from tuner.shadow.simulated import SimulatedEngine
+from tuner.stats import short
 from tuner.traffic.resample import at_load
 from tuner.traffic.reshape import Router
 from tuner.traffic.traces import Trace
@@ -81,7 +82,7 @@ def plan_fleet(
     odds = _odds(sizer, limits, by_stretch, ways[0].replicas)
     if odds.sure is not None and odds.sure[0] != odds.replicas:
         ways = (*ways, sizer.fixed(limits, odds.sure[0], "sure")[0])
-        note(f"sure: {odds.sure[0]} replicas, {ways[-1].gpu_hours:.3g} GPU hours")
+        note(f"sure: {odds.sure[0]} replicas, {short(ways[-1].gpu_hours)} GPU hours")
     return FleetPlan(limits, space.current, aim, needed, odds, predictor.error, ways)
 
 
@@ -341,13 +342,13 @@ class _Sizer:
         As many are on as each stretch needs, but for one that no number is enough for.
         """
         fixed, log = self._fixed(limits, needed)
-        note(f"fixed: {fixed.replicas} replicas, {fixed.gpu_hours:.3g} GPU hours")
+        note(f"fixed: {fixed.replicas} replicas, {short(fixed.gpu_hours)} GPU hours")
         if len(self.slices) == 1:
             return (fixed,)
         most = fixed.replicas
         wanted = [most if n is None else n for n in needed]
         planned = self._planned(limits, most, wanted)
-        note(f"by stretch: {planned.gpu_hours:.3g} GPU hours")
+        note(f"by stretch: {short(planned.gpu_hours)} GPU hours")
         return fixed, planned, self._autoscaled(limits, needed, log)
 
     def needed(self, limits: EngineLimits, count: int) -> list[int | None]:
