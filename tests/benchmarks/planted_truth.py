@@ -3,6 +3,7 @@
     python tests/benchmarks/planted_truth.py --traces DIR --cache DIR --runs 200 -o results.json
     python tests/benchmarks/planted_truth.py --asynchronous --traces DIR --cache DIR --runs 200
     python tests/benchmarks/planted_truth.py --budget 265 --traces DIR --cache DIR --runs 200
+    python tests/benchmarks/planted_truth.py --method live --traces DIR --cache DIR --runs 80
     python tests/benchmarks/planted_truth.py --only 3 --cache DIR
 
 A case is a slice of a recording, a machine, its mood, a load, a KV cache, SLOs or none, and a
@@ -49,6 +50,7 @@ from support.planted_cases import PlantedCase, Truth, apart, drawn_case, recordi
 from support.planted_judged import INFEASIBLE, PAYS_RATIO, Judged, Known, judged_run
 from support.planted_machine import ASYNCHRONOUS
 from tuner.run.listener import Listener
+from tuner.run.options import Method
 from tuner.search.objective import Tier
 from tuner.traffic.traces import Trace
 
@@ -251,7 +253,8 @@ def run_all(args: argparse.Namespace, numbers: Sequence[int]) -> None:
         truths[case.name] = truth
         if args.budget is not None:
             truth.case = replace(truth.case, budget_s=args.budget)
-        row = judged_run(truth, seed, Printer() if args.only is not None else None)
+        listener = Printer() if args.only is not None else None
+        row = judged_run(truth, seed, listener, args.method)
         truth.keep()
         rows.append(row)
         print(
@@ -309,6 +312,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, help="100, or 1 with --only")
     parser.add_argument("--cases", type=int, default=24)
     parser.add_argument("--asynchronous", action="store_true")
+    parser.add_argument("--method", type=Method, default=Method.AUTO, help="auto or live")
     parser.add_argument("--first", type=int, default=0, help="the number of the first case")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--budget", type=float, metavar="S", help="of all runs, not the drawn")

@@ -16,12 +16,21 @@ from support.run_parts import ToyPredictor, ToyRun, a_profile, a_run, a_space
 from support.toy import ToySource
 from support.traffic import replay_toy, steady
 from tuner.engine.limits import EngineLimits
+from tuner.errors import Caveat
 from tuner.replay.metrics import measure
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.slo import Slo
 from tuner.run.options import TuningOptions
 from tuner.run.start import aim_of
-from tuner.run.time_plan import MIN_ROUNDS, RacePlan, cold_cost_s, fitting, plan_race, reserve_s
+from tuner.run.time_plan import (
+    MIN_ROUNDS,
+    RacePlan,
+    cold_cost_s,
+    fitting,
+    plan_race,
+    reserve_s,
+    tell_short_windows,
+)
 from tuner.search.budget import warmed
 from tuner.search.trials import Phase
 from tuner.traffic.traces import LoadModel
@@ -132,8 +141,23 @@ def test_a_race_that_does_not_fit_is_cut_to_a_stretch_that_does(run: ToyRun) -> 
     (window,) = shorter.workload.windows
     current = shorter.predicted[CURRENT].latency("e2e_s", "p50")
     assert not_none(shorter.lives) == (window.length_s, current)
+    # Where nothing is predicted, beside how long it was measured.
+    live = replace(shorter, predicted={})
+    assert live.lives is None
+    measured = not_none(run.trial(CURRENT, Phase.CURRENT).measurement)
+    assert not_none(live.lives) == (window.length_s, measured["e2e_s"]["p50"])
     context.stopwatch.total_s = 0.0
     assert planned_on(run, wanted) is None
+
+
+def test_a_window_that_holds_less_than_three_lives_is_told_of(run: ToyRun) -> None:
+    measured = not_none(run.trial(CURRENT, Phase.CURRENT).measurement)
+    life_s = measured["e2e_s"]["p50"]
+    for lives, is_told in ((3.1, False), (2.9, True)):
+        window = Window(0.0, lives * life_s)
+        workload = replace(run.workload, windows=(window,))
+        tell_short_windows(replace(run.plan(BEST, CURRENT), workload=workload))
+        assert (Caveat.SHORT_WINDOW in run.context.caveats) == is_told
 
 
 def test_a_race_holds_as_many_requests_as_its_slos_need_or_none_is_run(tmp_path: Path) -> None:

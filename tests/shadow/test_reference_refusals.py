@@ -79,14 +79,13 @@ def groups(*specs: object) -> SimpleNamespace:
     ("parts", "named"),
     [
         ({"speculative_config": object()}, "speculative decoding"),
-        ({"lora_config": object()}, "LoRA"),
         ({"kv_transfer_config": object()}, "a KV connector"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
         ({"data_parallel_size": 2}, "data parallelism"),
         ({"decode_context_parallel_size": 2}, "context parallelism"),
         (
-            {"lora_config": object(), "data_parallel_size": 4},
-            "LoRA and data parallelism",
+            {"speculative_config": object(), "data_parallel_size": 4},
+            "speculative decoding and data parallelism",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -95,6 +94,17 @@ def test_what_has_no_shadow_is_named(parts: dict[str, object], named: str) -> No
     with pytest.raises(ShadowError, match=f"engine with {named}$") as refused:
         read_shape(a_config(**parts), groups(full_attention()), "CPU", "0.32.0")
     assert "--method live" in str(refused.value.hint)
+
+
+@pytest.mark.engine
+def test_adapters_that_no_request_has_change_no_schedule() -> None:
+    """Source: vllm/v1/core/sched/scheduler.py, which asks each request for its adapter."""
+
+    def shape_of(**more: object) -> EngineShape:
+        config = resolve_config(parse_serve_values({**demo_engine_args(), **more}))
+        return read_shape(config, groups(full_attention()), "CPU", "0.32.0")
+
+    assert shape_of(**{"enable-lora": True}) == shape_of()
 
 
 @pytest.mark.engine

@@ -13,7 +13,7 @@ from support.virtual_time import on_virtual_time
 from tuner.engine.limits import EngineLimits
 from tuner.errors import NoFeasibleConfigError
 from tuner.run.listener import Listener
-from tuner.run.options import TuningOptions
+from tuner.run.options import Method, TuningOptions
 from tuner.run.result import RunResult, read_result
 from tuner.run.tune import tune
 from tuner.search.objective import MISSED_LOAD, WORST_SLACK, Score, Tier, moved, moved_bounds
@@ -212,12 +212,16 @@ class Judged:
         return None if low is None or high is None or true is None else low <= true <= high
 
 
-def judged_run(truth: Truth, seed: int, listener: Listener | None = None) -> Judged:
+def judged_run(
+    truth: Truth, seed: int, listener: Listener | None = None, method: Method = Method.AUTO
+) -> Judged:
     """Tune once in the mood of a seed, and hold the answer to the truth."""
     source = truth.case.source(seed)
     began_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        ended, result = _tuned(truth, source, seed, Path(folder) / "run", listener)
+        run_dir = Path(folder) / "run"
+        options = _options(truth, seed, run_dir, method)
+        ended, result = _tuned(options, run_dir, source, listener)
     took_s = time.perf_counter() - began_s
     said = Said() if result is None else Said.of(result)
     case = truth.case
@@ -234,12 +238,9 @@ def judged_run(truth: Truth, seed: int, listener: Listener | None = None) -> Jud
     )
 
 
-def _tuned(
-    truth: Truth, source: PlantedSource, seed: int, run_dir: Path, listener: Listener | None
-) -> tuple[str, RunResult | None]:
-    """Return how a run ended, and its result if it has one."""
+def _options(truth: Truth, seed: int, run_dir: Path, method: Method) -> TuningOptions:
     current = truth.case.current
-    options = TuningOptions(
+    return TuningOptions(
         trace=truth.case.trace,
         config={
             "model": "planted",
@@ -248,10 +249,17 @@ def _tuned(
         },
         slos=truth.slos,
         budget_s=truth.case.budget_s,
+        method=method,
         ladder=LADDER,
         run_dir=run_dir,
         seed=seed,
     )
+
+
+def _tuned(
+    options: TuningOptions, run_dir: Path, source: PlantedSource, listener: Listener | None
+) -> tuple[str, RunResult | None]:
+    """Return how a run ended, and its result if it has one."""
     try:
         with on_virtual_time(source.clock):
             return "complete", tune(options, listener, source=source)

@@ -21,12 +21,15 @@ from tuner.replay.runner import Failure
 from tuner.run.context import WINDOW, RunContext, Workload
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.budget import (
+    LIFETIMES,
+    REPLAYS_UNPREDICTED,
     Aim,
     choose_windows,
     least_window,
     shorter_window,
     window_text,
 )
+from tuner.search.trials import Phase, read_metric
 from tuner.shadow.predictor import Predictor
 from tuner.traffic.windows import INSTANT_S, Window, busiest, whole
 
@@ -79,16 +82,29 @@ class RacePlan:
     def lives(self) -> tuple[float, float] | None:
         """How long its shortest window lasts, and the middle request at the current setting.
 
-        None where all of the trace races, or nothing is predicted.
+        As predicted, or as measured before the race. None where all of the trace races, or
+        nothing is known.
 
         Units: seconds each.
         """
         context, windows = self.context, self.workload.windows
         predicted = self.predicted.get(context.space.current)
-        life_s = None if predicted is None else predicted.latency("e2e_s", "p50")
+        if predicted is None:
+            life_s = self._measured_life_s()
+        else:
+            life_s = predicted.latency("e2e_s", "p50") or 0.0
         if not life_s or windows == (whole(context.trace),):
             return None
         return min(window.length_s for window in windows), life_s
+
+    def _measured_life_s(self) -> float:
+        """Return how long the middle request took at the current setting, 0 if unknown."""
+        mine = [
+            read_metric(trial.measurement, "e2e_p50")
+            for trial in self.context.journal.records()
+            if trial.is_whole and trial.measurement and trial.phase is Phase.CURRENT
+        ]
+        return _middle([life_s for life_s in mine if life_s])
 
     def _whole_replays(self) -> Iterator[tuple[EngineLimits, float]]:
         """Yield the limits of each whole live replay, and how long it took."""
@@ -97,8 +113,21 @@ class RacePlan:
                 yield trial.limits, float(trial.measurement["wall_s"])
 
 
-def _middle(walls_s: Sequence[float]) -> float:
-    return sorted(walls_s)[len(walls_s) // 2] if walls_s else 0.0
+def tell_short_windows(plan: RacePlan) -> None:
+    """Say it where the windows that race are short beside the life of a request."""
+    if plan.lives is None or plan.lives[0] >= LIFETIMES * plan.lives[1]:
+        return
+    window_s, life_s = plan.lives
+    plan.context.listener.note(
+        f"the window of {window_s:.0f} s lasts {window_s / life_s:.1f} times as long as "
+        f"its middle request, {life_s:.1f} s; at least {LIFETIMES:g} times are wanted, "
+        "give --budget or --window more"
+    )
+    plan.context.caveats.add(Caveat.SHORT_WINDOW)
+
+
+def _middle(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2] if values else 0.0
 
 
 def duration_s(workload: Workload, predicted: Measurement) -> float:
@@ -195,7 +224,7 @@ def search_windows(runner: TrialRunner) -> tuple[Window, ...]:
         return (context.aim.window,)
     wall_ratio, least = fly_pilot(runner), context.aim.least_requests
     try:
-        return choose_windows(trace, wall_ratio, context.left_s, least)
+        return choose_windows(trace, wall_ratio, context.left_s, least, REPLAYS_UNPREDICTED)
     except UsageError as short:
         context.listener.note(f"{short.message}: little can be said in this time; {short.hint}")
         context.caveats.add(Caveat.BUDGET_SPENT)

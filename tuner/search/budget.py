@@ -17,10 +17,11 @@ from tuner.stats import short
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import Window, WindowChoice, busiest, typical, whole
 
-# How many replays of its windows a run takes at most: a live search on the sample traces about
-# fourteen and its race sixteen; after a prediction ours, as each then takes but a part of the
-# time, so that what one shows of the engine's steps is seen early.
-REPLAYS = 30
+# How many replays of its windows a run may take: after a prediction ours, as each then takes
+# but a part of the time, so that what one shows of the engine's steps is seen early. Without
+# one its windows are all that is known of the trace: fewer replays of longer ones were right
+# more often on planted machines, though a search and its race may then lack some at the end.
+REPLAYS, REPLAYS_UNPREDICTED = 30, 16
 # The share of the time after which the race begins although the search is not done: ours.
 SEARCH_SHARE = 0.6
 # Less than this cannot hold one start of an engine and two replays: ours, seconds.
@@ -70,8 +71,9 @@ def choose_windows(
     wall_ratio: float,
     left_s: float,
     least: int = MIN_REQUESTS,
+    replays: int = REPLAYS,
 ) -> tuple[Window, ...]:
-    """Return the windows to replay so that the whole run fits into the time that is left.
+    """Return the windows to replay so that so many replays fit into the time that is left.
 
     All of the trace if it fits; else its busiest and a typical stretch, both begun warm; only
     the busiest when halves would be too short to mean anything. `wall_ratio` is how much real
@@ -80,7 +82,7 @@ def choose_windows(
 
     Raises: UsageError if not even a handful of the shortest useful replays would fit.
     """
-    length_s = 0.85 * left_s / REPLAYS / max(wall_ratio, 1e-6)
+    length_s = 0.85 * left_s / replays / max(wall_ratio, 1e-6)
     enough_s = least / len(trace) * trace.duration_s if len(trace) else 0.0
     length_s = max(length_s, enough_s)
     min_s = MIN_REPLAYS * wall_ratio * min(length_s, trace.duration_s)

@@ -43,6 +43,8 @@ def read_shape(
 ) -> EngineShape:
     """Read off a running engine what its scheduler needs.
 
+    LoRA decides nothing about requests without an adapter, and none is replayed with one.
+
     Raises: ShadowError naming what the shadow cannot stand in for.
     """
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
@@ -121,6 +123,8 @@ def recorded_shape(config: Mapping[str, Any], device: str, version: str) -> Engi
         **{name: config[name] or None for name in _EXTENSIONS},
     )
     notes = _unsupported(known, "" if chosen == usual else chosen)
+    # Recorded requests may have had an adapter, and max-loras made them wait.
+    notes += ["LoRA"] if known.lora_config is not None else []
     notes += _unusual_layers(model)
     if notes:
         raise ShadowError(_cannot_stand_in(notes), "tune a spare machine with --method live")
@@ -200,7 +204,6 @@ def _unsupported(vllm_config: Any, own: str) -> list[str]:
         words
         for words, holds in (
             ("speculative decoding", vllm_config.speculative_config is not None),
-            ("LoRA", vllm_config.lora_config is not None),
             ("a KV connector", vllm_config.kv_transfer_config is not None),
             (f"a scheduler of its own ({own})", bool(own)),
             ("pipeline parallelism", parallel.pipeline_parallel_size > 1),

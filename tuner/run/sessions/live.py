@@ -36,7 +36,7 @@ from tuner.run.sessions.shadow import (
     find_beside,
     profile_record,
 )
-from tuner.run.time_plan import RacePlan, search_windows
+from tuner.run.time_plan import RacePlan, search_windows, tell_short_windows
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.ladder import at_edge, disturbed
 from tuner.search.race import LIKELY, RaceDecision, RaceVerdict
@@ -184,6 +184,7 @@ class Session:
         workload = Workload.of(WINDOW, context.trace, windows, context.aim)
         self.search.choose(workload.windows)
         plan = self.search.plan = search_live(runner, workload, observe)
+        tell_short_windows(plan)
         decision = race(runner, LiveEvidence(plan))
         profile = self.search.learning.profile_of_search()
         if not has_searched(context):

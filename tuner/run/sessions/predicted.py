@@ -29,9 +29,10 @@ from tuner.run.time_plan import (
     plan_race,
     race_on,
     race_windows,
+    tell_short_windows,
 )
 from tuner.run.trial_runner import TrialRunner
-from tuner.search.budget import LIFETIMES, Aim, window_text
+from tuner.search.budget import Aim, window_text
 from tuner.search.effects import Unexplained
 from tuner.search.objective import Objective, Tier
 from tuner.search.race import RaceDecision
@@ -257,7 +258,7 @@ class PredictedSearch:
         Raises: EngineError, ShadowError, UsageError.
         """
         observe = self.learning.begun.observe
-        self._check_lifetimes(plan)
+        tell_short_windows(plan)
         evidence = self.evidence = PredictedEvidence(plan, self.known, self._relearned)
         decision = race(self.runner, evidence, observe)
         decision = self._with_own_blocks(evidence, decision)
@@ -267,18 +268,6 @@ class PredictedSearch:
             self.context.listener.note(f"live and predicted disagree: {differ}")
             self.context.caveats.add(Caveat.SHADOW_DISAGREES)
         return decision
-
-    def _check_lifetimes(self, plan: RacePlan) -> None:
-        """Say it where the windows that race are short beside the life of a request."""
-        if plan.lives is None or plan.lives[0] >= LIFETIMES * plan.lives[1]:
-            return
-        window_s, life_s = plan.lives
-        self.context.listener.note(
-            f"the window of {window_s:.0f} s lasts {window_s / life_s:.1f} times as long as "
-            f"its middle request, {life_s:.1f} s; at least {LIFETIMES:g} times are wanted, "
-            "give --budget or --window more"
-        )
-        self.context.caveats.add(Caveat.SHORT_WINDOW)
 
     def _with_own_blocks(
         self, evidence: PredictedEvidence, decision: RaceDecision
