@@ -123,6 +123,7 @@ def test_a_part_of_the_traffic_is_said_and_without_a_file_standard_output_holds_
     assert out.startswith("# vllm serve --config best.yaml\n")
     assert not done.emitted.exists()
     assert {"windowed", "requests_clipped"} <= done.caveats
+    assert "and nothing predicts the rest" in done.talk
     assert "requests exceed max_model_len 4096: they were clipped" in done.talk
     assert "window 2 s to 12 s" in done.result["provenance"]["trace"]["window"]
     for shown in (t["measurement"] for t in done.trials):

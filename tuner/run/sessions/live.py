@@ -38,6 +38,7 @@ from tuner.run.sessions.shadow import (
 )
 from tuner.run.time_plan import RacePlan, search_windows, tell_short_windows
 from tuner.run.trial_runner import TrialRunner
+from tuner.search.draws import LIVE_ALONE
 from tuner.search.ladder import at_edge, disturbed
 from tuner.search.race import LIKELY, RaceDecision, RaceVerdict
 from tuner.search.trials import Observation, Phase, Trial, predictions
@@ -54,6 +55,11 @@ NOTHING_ELSE = (
 STRETCH_NOT_SUSTAINED = (
     "the engine did not keep up with the load of the stretch that raced; with that of all the "
     "traffic it does, predicted"
+)
+STRETCH_ALONE = (
+    "a window of the trace was replayed, and nothing predicts the rest: on all of the traffic "
+    "every second gain told so lay outside its interval (planted machines); give --budget or "
+    "--window more"
 )
 # What says that a machine is too restless for short replays to say much.
 _NOISY = frozenset({Caveat.NOISY_MACHINE, Caveat.STEPS_STRETCHED})
@@ -298,6 +304,8 @@ class Session:
         if self.findings().windows != (whole(context.trace),):
             found.add(Caveat.WINDOWED)
         odds = decision.odds
+        if odds is not None and odds.basis == LIVE_ALONE:
+            context.caveat_texts[Caveat.WINDOWED] = STRETCH_ALONE
         bears_all = odds is not None and (odds.p_sustained or 0.0) >= LIKELY
         if {Caveat.NOT_SUSTAINED, Caveat.WINDOWED} <= found and bears_all:
             context.caveat_texts[Caveat.NOT_SUSTAINED] = STRETCH_NOT_SUSTAINED
