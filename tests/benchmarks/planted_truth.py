@@ -4,6 +4,7 @@
     python tests/benchmarks/planted_truth.py --asynchronous --traces DIR --cache DIR --runs 200
     python tests/benchmarks/planted_truth.py --budget 265 --traces DIR --cache DIR --runs 200
     python tests/benchmarks/planted_truth.py --method live --traces DIR --cache DIR --runs 80
+    python tests/benchmarks/planted_truth.py --drafts --traces DIR --cache DIR --runs 80
     python tests/benchmarks/planted_truth.py --only 3 --cache DIR
 
 A case is a slice of a recording, a machine, its mood, a load, a KV cache, SLOs or none, and a
@@ -11,7 +12,8 @@ current configuration (`support/planted_cases.py`). The machine schedules as vLL
 (`support/planted.py`); its steps take what the tool's step model cannot say, times drift,
 noise, stalls and bursts of other work (`support/planted_machine.py`). With --asynchronous every
 machine is a GPU whose host launches the next batch while one is computed, as vLLM's does by
-default: slower than the device where it launches without a graph. A run is the whole of
+default: slower than the device where it launches without a graph; with --drafts every one
+verifies one to four drafts beside each token. A run is the whole of
 `tune` on it, with a seed of its own, on time that the engine alone moves; how long it may take
 is drawn with the case unless --budget says it. The truth is the whole traffic at every setting
 on the machine at its mean speed; what is said to hold at any speed, or least, holds 2 % above
@@ -246,7 +248,10 @@ def run_all(args: argparse.Namespace, numbers: Sequence[int]) -> None:
             print(f"stopped after {number} runs: {args.most_s:g} s are over", file=sys.stderr)
             break
         case = drawn_case(
-            numbers[number % len(numbers)], traces, asynchronous=args.asynchronous
+            numbers[number % len(numbers)],
+            traces,
+            asynchronous=args.asynchronous,
+            has_drafts=args.drafts,
         )
         seed = args.seed + number // len(numbers)
         truth = truths.get(case.name) or Truth.of(case, args.cache)
@@ -275,7 +280,8 @@ def run_all(args: argparse.Namespace, numbers: Sequence[int]) -> None:
 def _drawn(row: Judged, traces: Mapping[str, Trace]) -> PlantedCase:
     """Return the case of an earlier run."""
     number, machine, *_ = row.case.split(":")
-    return drawn_case(int(number), traces, asynchronous=machine.endswith(ASYNCHRONOUS))
+    is_async, has_drafts = machine.endswith(ASYNCHRONOUS), row.case.endswith("drafts")
+    return drawn_case(int(number), traces, asynchronous=is_async, has_drafts=has_drafts)
 
 
 def _percent(ratio: float | None) -> str:
@@ -312,6 +318,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, help="100, or 1 with --only")
     parser.add_argument("--cases", type=int, default=24)
     parser.add_argument("--asynchronous", action="store_true")
+    parser.add_argument("--drafts", action="store_true", help="speculative decoding in all")
     parser.add_argument("--method", type=Method, default=Method.AUTO, help="auto or live")
     parser.add_argument("--first", type=int, default=0, help="the number of the first case")
     parser.add_argument("--seed", type=int, default=0)

@@ -2,10 +2,11 @@
 
     python tests/benchmarks/shadow_truth.py --suite cpu --traces DIR -o results.json
     python tests/benchmarks/shadow_truth.py --suite uncut --traces DIR -o results.json
+    python tests/benchmarks/shadow_truth.py --suite drafts --traces DIR -o results.json
     python tests/benchmarks/shadow_truth.py --trace prod.jsonl --window 60 --value model=NAME
 
-The suite cpu cuts all lengths to a quarter, uncut takes them as recorded. `gpu_campaign` runs
-scenarios for a CUDA device.
+The suite cpu cuts all lengths to a quarter, uncut takes them as recorded, drafts does so with
+an engine that decodes speculatively. `gpu_campaign` runs scenarios for a CUDA device.
 
 A scenario is a trace, a load, a window and a KV cache. A run of `tune` on the window is ended
 as soon as it has a step model; then all settings are measured live --runs times on one engine,
@@ -40,8 +41,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from truth_figures import at_limits, limits_of, show, summary
 
+from support.drafting import DraftingSource, drafting_values
 from tuner.engine.demo import demo_engine_args
 from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveSource
@@ -89,6 +94,29 @@ class Scenario:
     values: dict[str, object] = field(default_factory=dict)
     settings: tuple[str, ...] = SETTINGS
     current: str = CURRENT
+    accepted: tuple[float, ...] = ()
+
+    @property
+    def source(self) -> LiveSource:
+        """Where its engines come from: of those that draft, with a sampler for CPUs."""
+        return DraftingSource(rates=self.accepted) if self.accepted else LiveSource()
+
+
+def drafts_suite(folder: Path) -> list[Scenario]:
+    """Return two real traces with lengths as recorded on an engine that drafts three tokens.
+
+    A head without training is believed as often as one of EAGLE-3 may be, and seldom.
+    """
+    length = {"max-model-len": "16384"}
+    conv = str(folder / "azure_2023_conv.open.csv")
+    code = str(folder / "azure_2023_code.open.csv")
+    values = {**drafting_values(Path(tempfile.mkdtemp()), 3), **length}
+    often, seldom = (0.8, 0.5, 0.3), (0.4, 0.1, 0.02)
+    return [
+        Scenario("conv, drafts", conv, 8, 1.0, 16000, 1, values, accepted=often),
+        Scenario("conv, drafts seldom", conv, 6, 1.0, 16000, 1, values, accepted=seldom),
+        Scenario("code, drafts", code, 6, 0.1, 16000, 1, values, accepted=often),
+    ]
 
 
 def uncut_suite(folder: Path) -> list[Scenario]:
@@ -145,7 +173,7 @@ def shrunk(trace: Trace, times: int) -> Trace:
     )
 
 
-SUITES = {"cpu": suite, "uncut": uncut_suite}
+SUITES = {"cpu": suite, "uncut": uncut_suite, "drafts": drafts_suite}
 
 
 class _FittedError(Exception):
@@ -165,6 +193,7 @@ def calibrated(
     folder: Path,
     budget_s: float = BUDGET_S,
     at: str = CURRENT,
+    source: LiveSource | None = None,
 ) -> Profile:
     """Return the profile of a run of `tune` that is ended once it has calibrated."""
     options = TuningOptions(
@@ -175,7 +204,7 @@ def calibrated(
         run_dir=folder,
     )
     with suppress(_FittedError):
-        tune(options, _UntilFitted())
+        tune(options, _UntilFitted(), source=source)
     return read_profile(folder / "profile.yaml")
 
 
@@ -206,10 +235,11 @@ def run(
     if learnt is not None and learnt.exists():
         profile = read_profile(learnt)
     else:
-        profile = calibrated(window, values, folder / name, budget_s, scenario.current)
+        given = (window, values, folder / name, budget_s, scenario.current)
+        profile = calibrated(*given, scenario.source)
     walls["start and calibrate"] = time.monotonic() - began_s
     live: dict[EngineLimits, list[Measurement]] = {limits: [] for limits in settings}
-    with EngineProcess(LiveSource(), folder / "live.log") as host:
+    with EngineProcess(scenario.source, folder / "live.log") as host:
         started = host.start(values, ceiling)
         host.load("window", window, 0)
         began_s, longest_s = time.monotonic(), 0.0

@@ -1,13 +1,13 @@
 """Whether the simulator and vLLM's own scheduler agree on random replays.
 
     python tests/benchmarks/simulator_fuzz.py [--first 0] [--cases 1000] [--priorities]
-        [--windows] [-o results.json]
+        [--windows] [--drafts] [-o results.json]
 
 Each case is a trace, an engine and a plan drawn from its seed: small numbers, so that caps,
 budgets and blocks bind. Both replay it, vLLM's scheduler asked at every step, and everything is
 compared: each batch, each instant to a microsecond, blocks, hits, preemptions, outcomes. One
 case in seven serves by priority, with --priorities every one; in one of four layers look back a
-window, with --windows in every one.
+window, with --windows in every one; none drafts tokens, with --drafts every one.
 Departures are told with their seeds. Options that this vLLM's scheduler does not have are left
 out. Needs vLLM; run several with different --first side by side.
 """
@@ -65,6 +65,7 @@ def met(case: Case, log: ReplayLog) -> Counter[str]:
         "long-prefill threshold": bool(options["long_prefill_token_threshold"]),
         "no chunked prefill": not options["enable_chunked_prefill"],
         "watermark": bool(options.get("watermark")),
+        "drafts": shape.drafts is not None,
         "windows": shape.kv_layout != KvLayout(),
         "sessions": case.trace.turns is not None,
         "cut": log.cut_reason is not None,
@@ -90,6 +91,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--priorities", action="store_true", help="serve all by priority")
     parser.add_argument("--windows", action="store_true", help="windows in every case")
+    parser.add_argument("--drafts", action="store_true", help="speculative decoding in all")
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
     serve.prepare_environment()
@@ -101,7 +103,10 @@ def main() -> None:
     began_s = time.monotonic()
     for done, seed in enumerate(range(args.first, args.first + args.cases), 1):
         drawn = random_case(
-            seed, is_by_priority=args.priorities, has_windows=args.windows or None
+            seed,
+            is_by_priority=args.priorities,
+            has_windows=args.windows or None,
+            has_drafts=args.drafts,
         )
         case = only_with(drawn, options)
         wanted = referenced_case(case)

@@ -11,7 +11,7 @@ import pytest
 from support.profile_parts import SHAPE
 from tuner.engine.compat.serve import installed_vllm
 from tuner.engine.limits import EngineLimits
-from tuner.engine.shape import Graphs
+from tuner.engine.shape import Drafts, Graphs
 from tuner.errors import UsageError
 
 NOW = replace(SHAPE, vllm_version="0.32.0")
@@ -40,7 +40,10 @@ def test_sizes_are_those_that_the_vllm_at_hand_chooses(mode: str, *, is_gpt_oss:
 
     rng = np.random.default_rng(0)
     shape = replace(SHAPE, vllm_version=installed_vllm()[1], model_sets_graphs=is_gpt_oss)
-    for _ in range(300):
+    for number in range(400):
+        drafted = 0 if is_gpt_oss or number < 200 else int(rng.integers(1, 17))
+        drafts = Drafts("eagle", drafted) if drafted else None
+        shape = replace(shape, drafts=drafts)
         seqs = int(2 ** rng.uniform(0, 11))
         tokens = seqs + int(2 ** rng.uniform(0, 14)) - 1
         compilation = SimpleNamespace(
@@ -56,8 +59,8 @@ def test_sizes_are_those_that_the_vllm_at_hand_chooses(mode: str, *, is_gpt_oss:
             performance_mode=mode,
             structured_outputs_config=SimpleNamespace(reasoning_parser=""),
             speculative_config=None,
-            num_speculative_tokens=0,
-            uniform_decode_query_len=1,
+            num_speculative_tokens=drafted,
+            uniform_decode_query_len=1 + drafted,
             parallel_config=SimpleNamespace(tensor_parallel_size=1),
         )
         if is_gpt_oss:
@@ -65,7 +68,7 @@ def test_sizes_are_those_that_the_vllm_at_hand_chooses(mode: str, *, is_gpt_oss:
         VllmConfig._set_cudagraph_sizes(config)
         limits = EngineLimits(seqs, tokens)
         found = shape.chosen_sizes(limits, is_fine=mode == "interactivity")
-        assert list(found) == compilation.cudagraph_capture_sizes, limits
+        assert list(found) == compilation.cudagraph_capture_sizes, (limits, drafted)
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def replay(limits: EngineLimits, steps: int, seed: int) -> StepColumns:
         decode_context_tokens=seqs * 1200,
     )
     took_s = DEVICE.predict_s(batches) * rng.lognormal(0.0, 0.02, steps)
-    launch_s = Host.loads_of(seqs, prefill, GRAPHS) @ HOST.each_s
+    launch_s = Host.loads_of(seqs, prefill, seqs + prefill, GRAPHS) @ HOST.each_s
     return seen(batches, took_s, launch_s)
 
 
@@ -307,7 +307,9 @@ def test_an_h200_without_graphs_is_learnt_though_nearly_all_its_steps_were_late(
         calibration = calibration.and_steps(at, [steps])
     model = calibration.learn()[1].model
     decodes = joined([steps.take(steps.is_decode_only) for _, steps in seen_there])
-    launch_s = Host.loads_of(decodes.decode_seqs, decodes.prefill_tokens, NO_GRAPHS)
+    launch_s = Host.loads_of(
+        decodes.decode_seqs, decodes.prefill_tokens, decodes.tokens, NO_GRAPHS
+    )
     takes_s = np.maximum(model.predict_s(decodes), launch_s @ model.host.each_s)
     assert takes_s.sum() == pytest.approx(decodes.duration_s.sum(), rel=0.05)
 

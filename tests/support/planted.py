@@ -2,8 +2,9 @@
 
 It schedules as vLLM does, step for step, without a prefix cache; what a step takes is what its
 machine says in the mood of the moment. Where its host launches ahead it schedules as vLLM's
-asynchronous scheduler does, and the end of a batch may be noticed late. Time passes on a clock
-that the engine alone moves.
+asynchronous scheduler does, and the end of a batch may be noticed late. It may draft tokens,
+which are accepted at rates by draws of its own. Time passes on a clock that the engine alone
+moves.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Self
+
+import numpy as np
 
 from support.planted_machine import Machine, Mood, MoodSizes, StepFormula
 from tuner.engine.guards import GuardedEngine
@@ -25,7 +28,7 @@ from tuner.engine.protocol import (
     Step,
     spread_tokens,
 )
-from tuner.engine.shape import EngineShape, Graphs
+from tuner.engine.shape import Drafts, EngineShape, Graphs
 from tuner.engine.steps import NO_WAIT_S
 from tuner.errors import EngineError
 
@@ -33,6 +36,8 @@ VLLM_VERSION: Final = "0.20.2"
 VOCAB_SIZE: Final = 1000
 
 BLOCK_BYTES: Final = 1 << 20
+DRAFT_RATIO: Final = 0.05
+"""What drafting a token takes, as a share of what is fixed in a step: ours, a head's layer."""
 # Activations at a start are more than what smaller budgets leave to the KV cache: ours; some
 # 128 kB a token of a 7B, of which a budget gave back 100 on an H200 (results/gpu_h200).
 ACTIVATION_TIMES: Final = 1.25
@@ -63,7 +68,8 @@ class PlantedSource:
     formula says: the truth at the mean of a mood. `num_blocks` is the KV cache of an engine
     whose token budget takes no memory, and a start's activations are told to be
     `activation_times` what it takes. With `asynchronous` the host launches ahead, and unless it
-    `says_late` nobody knows which batches it noticed late.
+    `says_late` nobody knows which batches it noticed late. Where drafts are `accepted` at rates
+    each decode verifies one for each of them.
     """
 
     formula: StepFormula
@@ -79,6 +85,7 @@ class PlantedSource:
     block_size: int = 16
     asynchronous: bool = False
     says_late: bool = True
+    accepted: tuple[float, ...] = ()
 
     @classmethod
     def of(
@@ -144,6 +151,8 @@ class _Sequence:
     blocks: int = 0
     preempted: int = 0
     is_gone: bool = False
+    drafted: int = 0
+    rounds: int = 0
 
     @property
     def scheduled(self) -> int:
@@ -234,6 +243,7 @@ class PlantedEngine(GuardedEngine):
             ceiling=ceiling,
             can_change_limits=True,
             asynchronous=source.asynchronous,
+            draft_tokens=len(source.accepted),
         )
         self._shape = self._made_shape()
 
@@ -263,6 +273,7 @@ class PlantedEngine(GuardedEngine):
             scheduler={"policy": "fcfs", "enable_chunked_prefill": True},
             block_bytes=BLOCK_BYTES,
             token_bytes=self._source.token_bytes,
+            drafts=Drafts("eagle", info.draft_tokens) if info.draft_tokens else None,
         )
         graphs = graphs or Graphs(shape.chosen_sizes(info.ceiling))
         return replace(shape, captured_sizes=graphs.sizes, captures_mixed=graphs.has_mixed)
@@ -339,12 +350,12 @@ class PlantedEngine(GuardedEngine):
             if self._waiting and not (self._sent or self._running):
                 raise EngineError("a request is larger than the KV cache")
             return self._timed(None, 0, [])
-        batch, longest = _batch_of(plan)
+        batch, longest = _batch_of(plan, self._info.draft_tokens)
         answers = []
         for seq, tokens in plan.chunks:
             seq.computed += tokens
-            if not seq.missing:
-                seq.ahead += 1
+            if seq.missing <= 0:
+                seq.drafted, seq.ahead = -seq.missing, seq.ahead + 1
                 answers.append((seq, seq.preempted))
         return self._timed(batch, longest, answers)
 
@@ -372,6 +383,8 @@ class PlantedEngine(GuardedEngine):
         if batch is None:
             return 0.0, formula.tidy_s
         fixed_s, grows_s = formula.parts_s(batch, longest, self._graphs)
+        if batch.decode_seqs:
+            fixed_s *= 1 + DRAFT_RATIO * self._info.draft_tokens
         launch_s = formula.launch_s(batch, self._graphs) if source.asynchronous else 0.0
         if mood is None:
             fixed, grows = source.times
@@ -388,7 +401,7 @@ class PlantedEngine(GuardedEngine):
             if seq.ahead and seq.scheduled >= seq.output_tokens:
                 at += 1
                 continue
-            tokens = min(seq.missing, plan.budget)
+            tokens = min(seq.missing + self._drafts_of(seq), plan.budget)
             while at < len(self._running) and not self._reserve(seq, tokens):
                 victim = self._running.pop()
                 self._give_back(victim)
@@ -411,8 +424,16 @@ class PlantedEngine(GuardedEngine):
             self._running.append(self._waiting.popleft())
             plan.take(seq, tokens)
 
+    def _drafts_of(self, seq: _Sequence) -> int:
+        """Return how many drafts of a request are verified beside its next token."""
+        if seq.missing != 1 or not seq.answered:
+            return 0
+        return min(self._info.draft_tokens, self._info.max_model_len - 2 - seq.computed)
+
     def _reserve(self, seq: _Sequence, tokens: int) -> bool:
-        more = -(-(seq.computed + tokens) // self._source.block_size) - seq.blocks
+        # A head that drafts writes as far ahead as it drafts.
+        last = min(seq.computed + tokens + self._info.draft_tokens, self._info.max_model_len)
+        more = max(0, -(-last // self._source.block_size) - seq.blocks)
         if more > self._free:
             return False
         seq.blocks += more
@@ -432,18 +453,33 @@ class PlantedEngine(GuardedEngine):
         for seq, preempted in done.answers:
             if seq.is_gone:
                 continue
-            seq.answered += 1
             seq.ahead -= seq.preempted == preempted
+            tokens = min(1 + self._accepts(seq), seq.output_tokens - seq.answered)
+            seq.answered += tokens
             if seq.answered < seq.output_tokens:
-                emitted.append(seq.out)
+                out = seq.out if tokens == 1 else Emitted(seq.row, tokens, is_last=False)
+                emitted.append(out)
                 continue
-            emitted.append(Emitted(seq.row, 1, is_last=True))
+            emitted.append(Emitted(seq.row, tokens, is_last=True))
             self._end(seq)
             has_ended = True
         if has_ended:
             self._end_stretch()
             self._forget_ended()
         return emitted
+
+    def _accepts(self, seq: _Sequence) -> int:
+        """Return how many drafts a request had accepted, and take back what was computed more.
+
+        At all settings the same, as in traffic whose text is the same.
+        """
+        if not self._source.accepted:
+            return 0
+        drafted, seq.drafted, seq.rounds = seq.drafted, 0, seq.rounds + 1
+        drawn = _DRAWN[(seq.row * 7919 + seq.rounds * 104_729) % len(_DRAWN)]
+        accepted = sum(drawn < rate for rate in self._source.accepted[:drafted])
+        seq.computed -= drafted - accepted
+        return accepted
 
     def _end(self, seq: _Sequence) -> None:
         self._give_back(seq)
@@ -459,7 +495,7 @@ class PlantedEngine(GuardedEngine):
     def _begin_stretch(self) -> None:
         """Begin a stretch if nothing but decoding can happen in the next steps."""
         running, size = self._running, self._source.block_size
-        if not running or self._may_admit():
+        if not running or self._may_admit() or self._info.draft_tokens:
             return
         if any(seq.missing != 1 or not seq.scheduled for seq in running):
             return
@@ -521,22 +557,27 @@ class PlantedEngine(GuardedEngine):
             seq.blocks = -(-seq.computed // size)
 
 
-def _batch_of(plan: _Plan) -> tuple[Batch, int]:
+_DRAWN: Final[list[float]] = np.random.default_rng(11).random(65_537).tolist()
+
+
+def _batch_of(plan: _Plan, drafts: int) -> tuple[Batch, int]:
     """Put a plan into the protocol's words, and return the longest context of its decodes.
 
     Source: BatchReader in tuner/engine/compat/core.py.
     """
-    prefill = prefill_seqs = pairs = 0
+    prefill = prefill_seqs = pairs = verified = 0
     contexts = []
     for seq, tokens in plan.chunks:
-        if seq.scheduled and tokens <= 1:
+        if seq.scheduled and tokens <= 1 + drafts * (seq.missing == 1):
             contexts.append(seq.computed + tokens)
+            verified += tokens - 1
         else:
             prefill += tokens
             prefill_seqs += 1
             pairs += tokens * seq.computed + tokens * (tokens + 1) // 2
     seqs, total = len(contexts), sum(contexts)
     batch = Batch(
-        *(seqs, prefill, prefill_seqs, total, pairs, plan.preempted, 0), spread_tokens(contexts)
+        *(seqs, prefill, prefill_seqs, total, pairs, plan.preempted, 0),
+        *(spread_tokens(contexts), verified),
     )
     return batch, max(contexts, default=0)

@@ -66,6 +66,7 @@ class PlantedCase:
     slo_metric: tuple[str, str] | None
     slo_share: float
     activation_times: float = ACTIVATION_TIMES
+    accepted: tuple[float, ...] = ()
 
     def source(self, seed: int) -> PlantedSource:
         """Return the machine in the mood of a seed."""
@@ -79,7 +80,8 @@ class PlantedCase:
     def _machine(self, seed: int | None) -> PlantedSource:
         machine, sizes = MACHINES[self.machine], MOODS[self.mood]
         source = PlantedSource.of(machine, self.current, self.num_blocks, sizes, seed)
-        return replace(source, activation_times=self.activation_times)
+        told = self.activation_times
+        return replace(source, activation_times=told, accepted=self.accepted)
 
     @property
     def grid(self) -> list[EngineLimits]:
@@ -112,11 +114,16 @@ def recordings(folder: Path) -> tuple[dict[str, Trace], list[str]]:
 
 
 def drawn_case(
-    number: int, traces: Mapping[str, Trace], *, asynchronous: bool = False
+    number: int,
+    traces: Mapping[str, Trace],
+    *,
+    asynchronous: bool = False,
+    has_drafts: bool = False,
 ) -> PlantedCase:
     """Return the case of a number; machines take turns, the rest is drawn.
 
-    With `asynchronous` all are GPUs whose host launches ahead.
+    With `asynchronous` all are GPUs whose host launches ahead; with drafts all verify one to
+    four tokens, the first accepted in three to nine of ten steps and each next one less often.
     """
     rng = np.random.default_rng([0, number])
     machine = ("gpu-8b", "gpu-70b", "gpu-8b", "gpu-70b" if asynchronous else "cpu")[number % 4]
@@ -142,8 +149,15 @@ def drawn_case(
         slo_metric=metric if has_slo else None,
         slo_share=float(rng.uniform(0.25, 0.75)),
     )
+    if has_drafts:
+        apart = np.random.default_rng([6, number])
+        tokens, rate = int(apart.integers(1, 5)), float(apart.uniform(0.3, 0.9))
+        falls = float(apart.uniform(0.5, 1.0))
+        rates = np.cumprod(rate * falls ** np.arange(tokens)).tolist()
+        case = replace(case, accepted=tuple(round(each, 3) for each in rates))
     pressed = "scarce" if is_scarce else "ample"
     label = f"{number}:{machine}:{name.partition('.')[0]}:{case.load:g}x:{pressed}:{case.mood}"
+    label += f":{len(case.accepted)}-drafts" if has_drafts else ""
     return _at_load(replace(case, name=label))
 
 

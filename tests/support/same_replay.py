@@ -27,6 +27,7 @@ _COUNTS = (
     "waiting",
     "preempted",
     "cached_tokens",
+    "draft_tokens",
 )
 _SUMS = (
     "steps",
@@ -52,7 +53,8 @@ def simulated_case(case: Case) -> ReplayLog | TunerError:
 def referenced_case(case: Case) -> ReplayLog | TunerError:
     """Return the case as vLLM's own scheduler has it; needs vLLM."""
     like = case.engine
-    reference = a_reference(like.shape, like.ceiling, like.num_blocks, like.step_model)
+    given = (like.shape, like.ceiling, like.num_blocks, like.step_model, like.accepted)
+    reference = a_reference(*given)
     prompts = PromptSource(case.trace, like.shape.vocab_size)
     try:
         reference.set_limits(case.limits)
@@ -70,10 +72,10 @@ def assert_same_result(found: ReplayLog | TunerError, wanted: ReplayLog | TunerE
 
 
 def compare_with_the_reference(
-    seed: int, *, has_windows: bool | None = None
+    seed: int, *, has_windows: bool | None = None, has_drafts: bool = False
 ) -> ReplayLog | TunerError:
     """Replay the case of a seed on both; return what vLLM's scheduler made of it."""
-    case = random_case(seed, has_windows=has_windows)
+    case = random_case(seed, has_windows=has_windows, has_drafts=has_drafts)
     wanted = referenced_case(case)
     try:
         assert_same_result(simulated_case(case), wanted)

@@ -10,7 +10,7 @@ import numpy as np
 from support.profile_parts import SHAPE
 from tuner.engine.compat.serve import installed_vllm
 from tuner.engine.limits import EngineLimits
-from tuner.engine.shape import EngineShape, Graphs
+from tuner.engine.shape import NO_GRAPHS, Drafts, EngineShape, Graphs
 from tuner.gate import GateLimits
 from tuner.replay.arrivals import Sessions, StaticBatches
 from tuner.replay.plan import CutRule, ReplayPlan
@@ -21,6 +21,7 @@ from tuner.traffic.traces import LoadModel, Trace, Turns
 
 # The option by which a request is let in when the cache holds all of it.
 RESERVES = "scheduler_reserve_full_isl"
+CHUNKS = "enable_chunked_prefill"
 
 # The lengths of a case are drawn below this, so that every model that stands in has room.
 LONGEST = 512
@@ -37,13 +38,19 @@ class Case:
 
 
 def random_case(
-    seed: int, *, is_by_priority: bool = False, has_windows: bool | None = None
+    seed: int,
+    *,
+    is_by_priority: bool = False,
+    has_windows: bool | None = None,
+    has_drafts: bool = False,
 ) -> Case:
     """Return the case of a seed: small numbers, so that every edge is met often.
 
     One in seven serves by priority, or every one; one in four has layers that look back a
-    window, or every one, or none.
+    window, or every one, or none. None drafts, or every one.
     """
+    if has_drafts:
+        return _with_drafts(seed, random_case(seed, has_windows=False))
     rng = np.random.default_rng(seed)
     block = int(rng.choice([1, 4, 8, 16, 16, 16, 32]))
     # Drawn apart, so that cases without sessions stay what they were.
@@ -88,6 +95,30 @@ def random_case(
     if plan.load_model is LoadModel.OPEN and plan.batches is None and rng.random() < 0.4:
         plan = replace(plan, gate=_gate(rng))
     return Case(engine, trace, limits, plan)
+
+
+def _with_drafts(seed: int, case: Case) -> Case:
+    """Return a case whose engine drafts some tokens, and accepts some of them."""
+    rng, engine = np.random.default_rng([seed, 6]), case.engine
+    tokens = int(rng.choice([1, 2, 3, 5]))
+    drafts = Drafts(str(rng.choice(["eagle", "mtp", "medusa"])), tokens)
+    accepted = np.sort(rng.random(tokens))[::-1] * float(rng.choice([0.5, 1.0]))
+    # Other graphs serve steps whose drafts the budget cuts short.
+    is_ahead = bool(rng.random() < 0.6)
+    graphs = NO_GRAPHS if is_ahead else replace(engine.step_model.graphs, has_mixed=True)
+    longest = int(engine.shape.max_model_len)
+    more = -(-3 * tokens // engine.shape.block_size)
+    engine = replace(
+        engine,
+        shape=replace(engine.shape, drafts=drafts, asynchronous=is_ahead),
+        num_blocks=engine.num_blocks + more,
+        step_model=replace(engine.step_model, graphs=graphs),
+        accepted=tuple(accepted.tolist()),
+    )
+    limits = case.limits
+    if limits.max_num_batched_tokens < longest and not engine.shape.scheduler[CHUNKS]:
+        limits = replace(limits, max_num_batched_tokens=longest)
+    return replace(case, engine=engine, limits=limits)
 
 
 def _groups(rng: np.random.Generator, block: int) -> dict[str, Any]:

@@ -5,7 +5,7 @@ The numbers resemble no device; they are such that no two instants of a replay a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -83,10 +83,11 @@ def a_reference(
     ceiling: EngineLimits,
     num_blocks: int = 1000,
     timer: StepTimer | None = None,
+    accepted: Sequence[float] = (),
 ) -> ReferenceEngine:
     """Return vLLM's scheduler for the shape; needs vLLM, but neither model nor device."""
     serve.prepare_environment()
-    return ReferenceEngine(shape, ceiling, num_blocks, timer or LinearTimer())
+    return ReferenceEngine(shape, ceiling, num_blocks, timer or LinearTimer(), accepted)
 
 
 def simulated(

@@ -26,6 +26,8 @@ class EngineInfo:
     which graphs were captured; with `has_own_graphs` lower limits use those alone that an
     engine started with them would have. `sampling` is a sentence on how tokens are.
     `has_priorities` tells whether requests of a smaller priority are served first.
+    `draft_tokens` is how many drafts each decoding sequence verifies in a step, 0 where their
+    number is not the same in all.
     """
 
     kind: str
@@ -44,6 +46,7 @@ class EngineInfo:
     has_own_graphs: bool = True
     sampling: str = ""
     has_priorities: bool = False
+    draft_tokens: int = 0
 
     @classmethod
     def of_shadow(
@@ -51,7 +54,7 @@ class EngineInfo:
     ) -> Self:
         """Return what is known of the engine that a shadow stands in for."""
         names = ["device", "dtype", "vllm_version", "vocab_size", "max_model_len"]
-        names += ["block_size", "asynchronous", "has_priorities"]
+        names += ["block_size", "asynchronous", "has_priorities", "draft_tokens"]
         return cls(
             kind="shadow",
             num_blocks=num_blocks,
@@ -84,7 +87,8 @@ class Batch:
     Units: sequences and tokens. decode_context_tokens sums the context that each decoding
     sequence attends to; prefill_context_tokens sums it over every prefilled token, so it grows
     with the square of a prompt. decode_spread_tokens is how far apart the contexts of the
-    decoding sequences are, as `spread_tokens` has it.
+    decoding sequences are, as `spread_tokens` has it. draft_tokens are verified beside the one
+    token of each decoding sequence.
     """
 
     decode_seqs: int
@@ -95,11 +99,12 @@ class Batch:
     preempted: int
     cached_tokens: int
     decode_spread_tokens: float = 0.0
+    draft_tokens: int = 0
 
     @property
     def tokens(self) -> int:
         """Tokens of the step as the token budget counts them."""
-        return self.decode_seqs + self.prefill_tokens
+        return self.decode_seqs + self.draft_tokens + self.prefill_tokens
 
     @property
     def is_decode_only(self) -> bool:

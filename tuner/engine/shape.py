@@ -141,6 +141,47 @@ class Graphs:
 NO_GRAPHS = Graphs()
 
 
+EAGLES: Final = ("eagle", "eagle3", "mtp")
+"""Methods that draft from hidden states: these take blocks ahead, and drop the last of a hit.
+
+Source: vllm/config/speculative.py, SpeculativeConfig.use_eagle.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """How an engine drafts tokens ahead: always so many, which its next step verifies.
+
+    `method` is vLLM's name of it. `given` are the rates at which drafts are accepted whatever
+    they are (rejection_sample_method synthetic): how often the first, the first two, the first
+    three and so on; empty where they are verified.
+
+    Source: vllm/config/speculative.py, SpeculativeConfig.
+    Raises: UsageError without a token, or if there are rates for another number of tokens.
+    """
+
+    method: str
+    tokens: int
+    given: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check the tokens and the rates."""
+        if self.tokens < 1:
+            raise UsageError(f"drafts.tokens must be 1 or more, got {self.tokens}")
+        check_rates(self.given or (0.0,) * self.tokens, self.tokens)
+
+
+def check_rates(rates: Sequence[float], tokens: int) -> None:
+    """Refuse rates of accepted drafts that cannot be: there is one for each, none above 1.
+
+    Raises: UsageError.
+    """
+    can_be = all(1 >= a >= b >= 0 for a, b in pairwise((1.0, *rates, 0.0)))
+    if len(rates) != tokens or not can_be:
+        want = f"must be {tokens} from 1 down to 0 that never rise, a rate for each draft"
+        raise UsageError(f"rates of accepted drafts {want}, got {list(rates)}")
+
+
 @dataclass(frozen=True, slots=True)
 class EngineShape:
     """An engine without its model: identity, KV-cache geometry and scheduler options.
@@ -152,7 +193,8 @@ class EngineShape:
     as gpt-oss does whatever max_num_seqs is. `kv_kind` is FULL_ATTENTION, or what else the
     model's KV cache is made of, whose groups then are in `kv_groups`. `block_bytes` is what a
     block takes of the memory of a device, `token_bytes` what a start leaves free of it for a
-    token of the budget, 0 where nobody knows.
+    token of the budget, 0 where nobody knows. `drafts` are what decoding sequences verify in
+    every step, None where none are.
 
     Units: tokens, blocks of block_size tokens.
     """
@@ -175,6 +217,7 @@ class EngineShape:
     kv_groups: tuple[KvGroup, ...] = ()
     block_bytes: int = 0
     token_bytes: int = 0
+    drafts: Drafts | None = None
 
     def __post_init__(self) -> None:
         """Check the captured sizes."""
@@ -233,6 +276,20 @@ class EngineShape:
         return {name.replace("_", "-"): n for name, n in self.parallelism.items() if n > 1}
 
     @property
+    def draft_tokens(self) -> int:
+        """How many drafts a decoding sequence verifies in a step, 0 without any."""
+        return 0 if self.drafts is None else self.drafts.tokens
+
+    @property
+    def lookahead_tokens(self) -> int:
+        """For how many tokens ahead of a batch a head that drafts writes keys and values.
+
+        Source: vllm/config/vllm.py, VllmConfig.num_lookahead_tokens.
+        """
+        reads_ahead = self.drafts is not None and self.drafts.method in EAGLES
+        return self.draft_tokens if reads_ahead else 0
+
+    @property
     def devices(self) -> int:
         """How many devices one replica takes."""
         return math.prod(self.parallelism.values())
@@ -275,21 +332,29 @@ class EngineShape:
         """Return the sizes that vLLM captures by itself for an engine of some limits.
 
         None above `top`; `is_fine` is `--performance-mode interactivity`. Since 0.31 the cap
-        itself is one of them.
+        itself is one of them, where drafts are verified the tokens of like numbers of requests.
 
-        Source: vllm/config/vllm.py, VllmConfig._set_cudagraph_sizes, 0.20 to 0.32, without
-            drafts; vllm/model_executor/models/config.py, GptOssForCausalLMConfig.
+        Source: vllm/config/vllm.py, VllmConfig._set_cudagraph_sizes, 0.20 to 0.32;
+            vllm/model_executor/models/config.py, GptOssForCausalLMConfig.
         """
-        top = top or self._largest
+        top, each = top or self._largest, 1 + self.draft_tokens
         seqs, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
-        largest = min(top, tokens) if self.model_sets_graphs else min(2 * seqs, top, tokens)
+        most = top if self.model_sets_graphs else min(2 * seqs * each, top)
+        largest = min(most, tokens)
         few = range(1, min(largest, 32) + 1) if is_fine else (1, 2, 4)
-        sizes = {*few, *range(8, min(largest + 1, 256), 8), *range(256, largest + 1, 16)}
+        sizes = {*few, *_strides(largest)}
         if tokens <= largest:
             sizes.add(tokens)
-        if self.is_since(31) and seqs <= top and not self.model_sets_graphs:
-            sizes.add(seqs)
+        if self.is_since(31) and not self.model_sets_graphs:
+            requests = min(seqs, top)
+            counts = {1, 2, 4, *_strides(requests)} if each > 1 else ()
+            sizes |= {each * n for n in (*counts, requests) if n <= requests}
         return tuple(sorted(size for size in sizes if size <= largest))
+
+
+def _strides(largest: int) -> tuple[int, ...]:
+    """Return the numbers from 8 on for which vLLM captures graphs by itself."""
+    return (*range(8, min(largest + 1, 256), 8), *range(256, largest + 1, 16))
 
 
 def is_since(vllm_version: str, minor: int) -> bool:

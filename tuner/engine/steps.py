@@ -39,7 +39,8 @@ class StepColumns:
     contexts are those of the first. `launch_s` is what launching the batch took the host, 0
     where nobody knows. `is_late` marks with 1 a batch whose end the host noticed late, since it
     was launching the next one, and a turn that launched the first: some of the time that the
-    row says is that of the row after.
+    row says is that of the row after. `draft_tokens` are verified beside one token of each
+    decoding sequence.
 
     Shapes: every column is [rows].
     Units: seconds on the replay's clock, tokens, sequences, ratios in 0 to 1.
@@ -61,6 +62,7 @@ class StepColumns:
     cached_tokens: Floats
     launch_s: Floats
     is_late: Floats
+    draft_tokens: Floats
 
     @classmethod
     def of_batches(
@@ -86,7 +88,7 @@ class StepColumns:
             prefill_context_tokens,
             spread,
             decode_seqs + prompts,
-            *[nothing] * 7,
+            *[nothing] * 8,
         )
 
     def __len__(self) -> int:
@@ -95,6 +97,11 @@ class StepColumns:
     def take(self, rows: NDArray[np.bool_] | NDArray[np.int64]) -> StepColumns:
         """Return some of the rows."""
         return StepColumns(*(getattr(self, f.name)[rows] for f in fields(self)))
+
+    @property
+    def tokens(self) -> Floats:
+        """The tokens of each batch as the token budget counts them; of a run, of one step."""
+        return self.decode_seqs + self.draft_tokens + self.prefill_tokens
 
     @property
     def has_batch(self) -> NDArray[np.bool_]:
@@ -296,6 +303,7 @@ class StepLog:
                 batch.cached_tokens,
                 step.launch_s,
                 step.is_late,
+                batch.draft_tokens,
             )
         )
         if len(self._rows) >= _CHUNK_STEPS * _WIDTH:
@@ -315,7 +323,7 @@ class StepLog:
         self._cached += int(rows.cached_tokens.sum())
         self._preempted += int(rows.preempted.sum())
         self._costs.add(rows)
-        fullest = int((rows.decode_seqs + rows.prefill_tokens).max())
+        fullest = int(rows.tokens.max())
         self._fullest = max(self._fullest, fullest)
         for name in LEVELS:
             self._levels[name].add(getattr(rows, name), rows.duration_s)

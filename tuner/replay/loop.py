@@ -19,7 +19,7 @@ import numpy as np
 
 from tuner.engine.gpu import GpuLog
 from tuner.engine.limits import EngineLimits
-from tuner.engine.protocol import Engine, Prompt, Step
+from tuner.engine.protocol import Emitted, Engine, Prompt, Step
 from tuner.engine.steps import StepColumns, StepLog, StepSummary
 from tuner.errors import ReplayError
 from tuner.replay.arrivals import (
@@ -57,7 +57,9 @@ class ReplayLog:
     `cut_reason` is None when the replay ran to its end. `kept_steps` is every step where
     the plan asked for them. A closed loop offers what the engine takes, so that nothing can be
     told of a load; `unserved_ratio` is the share of what its recording has in flight that was
-    left when no request was. `gpu` is what the driver said meanwhile.
+    left when no request was. `gpu` is what the driver said meanwhile. `brought` counts the
+    steps of answers that brought out one token, two, three and so on, for as many as drafts
+    can bring: without the first, and those near an end, where fewer are left.
 
     Units: seconds; clock_s on the replay's clock, wall_s real.
     """
@@ -71,6 +73,7 @@ class ReplayLog:
     is_closed_loop: bool = False
     gpu: GpuLog | None = None
     unserved_ratio: float = 0.0
+    brought: tuple[int, ...] = ()
 
 
 def log_of(
@@ -187,6 +190,7 @@ class _Replay:
         self._in_flight: dict[int, float] = {}
         self._at_gate: deque[tuple[float, int]] = deque()
         self._late: set[int] = set()
+        self._brought = [0] * (1 + engine.info.draft_tokens)
 
     def _prepare(self, row: int) -> None:
         """Make a request ready; one that is too long will be refused."""
@@ -211,7 +215,7 @@ class _Replay:
         wall_s = self._clock.wall_s
         self._clear()
         steps, step_columns = self._steps.finish()
-        return log_of(
+        log = log_of(
             self._trace,
             self._record.finish(),
             steps,
@@ -222,6 +226,7 @@ class _Replay:
             cut_reason=cut,
             kept_steps=step_columns,
         )
+        return replace(log, brought=tuple(self._brought))
 
     def _turn(self) -> bool:
         """Admit what is due, then step or let idle time pass; False when all is done."""
@@ -304,10 +309,18 @@ class _Replay:
             if out.row not in self._in_flight:
                 continue
             if out.tokens:
+                if len(self._brought) > 1:
+                    self._count(out)
                 self._record.tokens(out.row, out.tokens, now_s)
                 self._prompts.answered(out.row, out.ids)
             if out.is_last:
                 self._answered(out.row, self._in_flight[out.row])
+
+    def _count(self, out: Emitted) -> None:
+        """Count what a step brought out of a request, if it might have been any number."""
+        before = self._record.answered(out.row)
+        if before and self._outputs[out.row] - before >= len(self._brought):
+            self._brought[min(out.tokens, len(self._brought)) - 1] += 1
 
     def _answered(self, row: int, due_s: float) -> None:
         """Note an answer: one that the engine failed midway, or whose client has gone, is none.

@@ -40,7 +40,8 @@ class Calibration:
     """What live replays have shown of an engine: its shape, its starts, its steps.
 
     With `has_own_graphs` the steps of a setting ran with the graphs of an engine of its own,
-    else with those of the engine that all were replayed on.
+    else with those of the engine that all were replayed on. `brought` counts the steps of
+    answers by how many tokens they brought out, as ReplayLog does.
     """
 
     shape: EngineShape
@@ -49,6 +50,27 @@ class Calibration:
     current: EngineLimits
     serve_values: Mapping[str, object]
     has_own_graphs: bool = True
+    brought: tuple[int, ...] = ()
+
+    @property
+    def accepted(self) -> tuple[float, ...]:
+        """At which rates drafts are accepted: those given, or else those seen; empty of none.
+
+        How often the first draft is, the first two are, and so on.
+        """
+        drafts, seen = self.shape.drafts, np.array(self.brought, dtype=np.float64)
+        if drafts is None or drafts.given or not seen.sum():
+            return () if drafts is None else drafts.given
+        shares = np.cumsum(seen[::-1])[::-1] / seen.sum()
+        return tuple(shares[1:].tolist())
+
+    def and_brought(self, brought: Sequence[int]) -> Calibration:
+        """Return the calibration with what the steps of one more replay brought out."""
+        if not any(brought):
+            return self
+        before = self.brought or (0,) * len(brought)
+        both = (a + b for a, b in zip(before, brought, strict=True))
+        return replace(self, brought=tuple(both))
 
     def graphs_of(self, limits: EngineLimits) -> Graphs:
         """Return the graphs that the steps of a setting ran with."""
@@ -71,6 +93,8 @@ class Calibration:
 
         Raises: TooFewSamplesError with too few steps.
         """
+        if self.shape.drafts is not None and not self.accepted:
+            raise TooFewSamplesError("no step was seen that could bring out all its drafts")
         seen = self._seen_on_device()
         own = [self.graphs_of(limits) for limits in _by_limits(seen)]
         found = fit(list(_by_limits(seen).values()), self.shape.graphs, own)
@@ -132,6 +156,7 @@ class Calibration:
             current_limits=self.current,
             serve_values=self.serve_values,
             uncertainty=speed.uncertainty,
+            accepted=self.accepted,
         )
 
     def corrected(self, profile: Profile) -> Profile:

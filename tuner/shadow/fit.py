@@ -161,7 +161,10 @@ def host_of(configs: Sequence[StepColumns], ran_with: Sequence[Graphs]) -> Host:
     if not len(steps):
         return NO_HOST
     loads = np.vstack(
-        [Host.loads_of(c.decode_seqs, c.prefill_tokens, graphs) for c, graphs in known]
+        [
+            Host.loads_of(c.decode_seqs, c.prefill_tokens, c.tokens, graphs)
+            for c, graphs in known
+        ]
     )
     took_s, kept = steps.launch_s, np.ones(len(steps), dtype=np.bool_)
     weights_s = found_s = took_s

@@ -96,7 +96,8 @@ class Predictor:
         """Return the engine that the limits are simulated on. Raises: ShadowError."""
         ceiling = self._ceiling(limits)
         blocks, model = self.profile.num_blocks_at(ceiling), self.step_model_at(limits)
-        return SimulatedEngine(self.profile.shape, blocks, model, ceiling)
+        accepted = self.profile.accepted
+        return SimulatedEngine(self.profile.shape, blocks, model, ceiling, accepted)
 
     def replay(self, trace: Trace, limits: EngineLimits, plan: ReplayPlan) -> ReplayLog:
         """Predict a replay of the trace, at the plan's multiple of its load.
@@ -177,7 +178,8 @@ class Predictor:
             serve.prepare_environment()
             blocks, shape = self.profile.num_blocks_at(ceiling), self.profile.shape
             try:
-                made = ReferenceEngine(shape, ceiling, blocks, model)
+                accepted = self.profile.accepted
+                made = ReferenceEngine(shape, ceiling, blocks, model, accepted)
             except UsageError as missing:
                 if serve.installed_vllm()[0]:
                     raise

@@ -22,7 +22,7 @@ import yaml
 
 from tuner.engine.demo import bundled
 from tuner.engine.limits import EngineLimits
-from tuner.engine.shape import EngineShape, Graphs
+from tuner.engine.shape import Drafts, EngineShape, Graphs, check_rates
 from tuner.engine.steps import StepColumns
 from tuner.errors import Caveat, UsageError
 from tuner.files import UNREADABLE, parse_yaml, write_atomic
@@ -109,13 +109,15 @@ class Profile:
     configuration without its secrets, came to. `agreement` is how the simulator compared with
     that vLLM's scheduler, None where nobody compared. `origin` says whence the step times are
     where this tool did not measure them on the engine itself, `doubts` why they may be further
-    off than others of that kind. `seen` is how full the batches of
-    a recording were that it was learnt from, None of others. `moved_ratio` is how many times as
-    long corrections have made every step in all. `caveats` are reasons to doubt the replays it
-    was learnt from. `variants` are the profiles of other configurations that were started
-    beside this one, by their names.
+    off than others of that kind. `seen` is how full the batches of a recording were that it was
+    learnt from, None of others. `moved_ratio` is how many times as long corrections have made
+    every step in all. `caveats` are reasons to doubt the replays it was learnt from. `accepted`
+    are the rates at which drafts are accepted: how often the first is, the first two are, and
+    so on; empty of an engine without. `variants` are the profiles of other configurations that
+    were started beside this one, by their names.
 
-    Raises: ValueError without a KV start or its blocks, or if made_at is no time in UTC.
+    Raises: ValueError without a KV start or its blocks, or if made_at is no time in UTC;
+        UsageError if rates of accepted drafts cannot be.
     """
 
     shape: EngineShape
@@ -134,6 +136,7 @@ class Profile:
     seen: Seen | None = None
     moved_ratio: float = 1.0
     caveats: tuple[Caveat, ...] = ()
+    accepted: tuple[float, ...] = ()
     variants: Mapping[str, Profile] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -142,6 +145,7 @@ class Profile:
             raise ValueError("kv_starts must hold a start, and each num_blocks of at least 1")
         if not _UTC_TIME.fullmatch(self.made_at):
             raise ValueError(f"made_at must be as 2026-01-31T12:00:00Z, got {self.made_at!r}")
+        check_rates(self.accepted, self.shape.draft_tokens)
         width = len(TERMS) + self.step_model.factors.table.size
         if self.uncertainty is not None and self.uncertainty.width != width:
             raise ValueError(f"uncertainty.width must be {width} for the step model's factors")
@@ -290,7 +294,7 @@ APART_RATIO = 1.5
 # each of 150,000 words beside 140 kB in a model of 7B and 220 kB in one of 70B.
 SEQ_TOKENS = 20
 
-_Made = TypeVar("_Made", EngineLimits, EngineShape, Uncertainty)
+_Made = TypeVar("_Made", EngineLimits, EngineShape, Drafts, Uncertainty)
 
 
 class _Record(msgspec.Struct, forbid_unknown_fields=True):
@@ -313,6 +317,12 @@ class _KvStart(_Record):
     num_blocks: Natural
 
 
+class _Drafts(_Record, omit_defaults=True):
+    method: str
+    tokens: Natural
+    given: tuple[Amount, ...] = ()
+
+
 class _Shape(_Record, rename={"captured_sizes": "captured_sizes_tokens"}):
     model: str
     device: str
@@ -332,6 +342,7 @@ class _Shape(_Record, rename={"captured_sizes": "captured_sizes_tokens"}):
     kv_groups: tuple[Mapping[str, bool | int | str | None], ...] = ()
     block_bytes: Natural = 0
     token_bytes: Natural = 0
+    drafts: _Drafts | msgspec.UnsetType = msgspec.UNSET
 
 
 class _Host(_Record, rename={"token_s": "token_s_per_token"}):
@@ -397,6 +408,7 @@ class _File(_Record, omit_defaults=True, rename={"shape": "engine"}):
     seen: Seen | None = None
     moved_ratio: Annotated[float, msgspec.Meta(gt=0, le=1.7e308)] = 1.0
     caveats: tuple[Caveat, ...] = ()
+    accepted: tuple[Amount, ...] = ()
     variants: Mapping[str, _File] = {}
 
 
@@ -412,9 +424,10 @@ def _record(profile: Profile) -> _File:
     """Return a profile for the file; a step model's graphs are the engine's."""
     model, shape, uncertainty = profile.step_model, profile.shape, profile.uncertainty
     host = None if model.host == NO_HOST else _Host.of(model.host)
+    drafts = msgspec.UNSET if shape.drafts is None else _Drafts.of(shape.drafts)
     return _File.of(
         profile,
-        shape=_Shape.of(shape, model=redacted_text(shape.model)),
+        shape=_Shape.of(shape, model=redacted_text(shape.model), drafts=drafts),
         kv_starts=tuple(
             _KvStart.of(start, limits=_Limits.of(start.limits)) for start in profile.kv_starts
         ),
@@ -432,7 +445,9 @@ def _from_file(found: _File) -> Profile:
         KvStart(_made(EngineLimits, start.limits, f"kv_starts[{i}].limits"), start.num_blocks)
         for i, start in enumerate(found.kv_starts)
     ]
-    shape, uncertainty = _made(EngineShape, found.shape, "engine"), found.uncertainty
+    drafts, uncertainty = found.shape.drafts, found.uncertainty
+    drafting = None if drafts is msgspec.UNSET else _made(Drafts, drafts, "engine.drafts")
+    shape = _made(EngineShape, found.shape, "engine", drafts=drafting)
     made: dict[str, Any] = {
         "shape": shape,
         "kv_starts": tuple(starts),
@@ -447,10 +462,10 @@ def _from_file(found: _File) -> Profile:
         raise UsageError(str(error)) from error
 
 
-def _made(kind: type[_Made], record: _Record, key: str) -> _Made:
+def _made(kind: type[_Made], record: _Record, key: str, **others: object) -> _Made:
     """Return what a record stands for. Raises: UsageError, with the key, if it cannot be."""
     try:
-        return kind(**msgspec.structs.asdict(record))
+        return kind(**msgspec.structs.asdict(record) | others)
     except (UsageError, ValueError, OverflowError) as error:
         raise UsageError(f"{key}: {error}") from error
 

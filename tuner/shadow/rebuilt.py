@@ -86,6 +86,7 @@ def rebuild(steps: RecordedSteps, requests: RecordedRequests) -> Rebuilt:
         cached_tokens=nothing,
         launch_s=_launches(steps, duration_s),
         is_late=_noticed_late(steps),
+        draft_tokens=nothing,
     )
     return _usable(columns, is_decode_known, int(spans.is_whole.sum()))
 

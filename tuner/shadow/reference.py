@@ -58,16 +58,21 @@ class _Sent:
 class ReferenceEngine(GuardedEngine):
     """vLLM's scheduler behind the Engine protocol, with a StepTimer in the model's place.
 
-    `timer` may be another one while the engine is idle.
+    `timer` may be another one while the engine is idle. Drafts are `accepted` at such rates.
 
     Raises: UsageError when vLLM is missing; ShadowError for options that it does not know.
     """
 
     def __init__(
-        self, shape: EngineShape, ceiling: EngineLimits, num_blocks: int, timer: StepTimer
+        self,
+        shape: EngineShape,
+        ceiling: EngineLimits,
+        num_blocks: int,
+        timer: StepTimer,
+        accepted: Sequence[float] = (),
     ) -> None:
         self._shape, self.timer, self._limits = shape, timer, ceiling
-        self._core: SchedulerCore | None = SchedulerCore(shape, ceiling, num_blocks)
+        self._core: SchedulerCore | None = SchedulerCore(shape, ceiling, num_blocks, accepted)
         self._core.set_limits(ceiling.max_num_seqs, ceiling.max_num_batched_tokens)
         self._sent: deque[_Sent] = deque()
         self._batches = BatchReader()
@@ -168,12 +173,13 @@ def replay_reference(
     limits: EngineLimits,
     plan: ReplayPlan,
     replay_s: float = REPLAY_S,
+    accepted: Sequence[float] = (),
 ) -> ReferenceReplay | None:
     """Replay a trace on vLLM's scheduler for so long and return its steps.
 
-    Runs in the process of a vLLM engine, and starts neither model nor device; None in any
-    other process, where importing vLLM would take longer than all the rest. Nothing here
-    imports numba, beside which vLLM does not start on a CPU.
+    Drafts are accepted at rates. Runs in the process of a vLLM engine, and starts neither model
+    nor device; None in any other process, where importing vLLM would take longer than all the
+    rest. Nothing here imports numba, beside which vLLM does not start on a CPU.
 
     Raises: ShadowError, UsageError.
     """
@@ -183,7 +189,7 @@ def replay_reference(
     version = serve.vllm_version()
     cut = CutRule(max_wall_s=replay_s)
     try:
-        engine = ReferenceEngine(shape, ceiling, num_blocks, timer)
+        engine = ReferenceEngine(shape, ceiling, num_blocks, timer, accepted)
         engine.set_limits(limits)
         prompts = PromptSource(trace, shape.vocab_size)
         log = replay(engine, trace, prompts, replace(plan, keep_steps=True, cut=cut))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tuner.engine.limits import EngineLimits
-from tuner.engine.shape import EngineShape, KvLayout
+from tuner.engine.shape import EngineShape, KvLayout, check_rates
 from tuner.errors import EngineError, ShadowError
 from tuner.replay.plan import ReplayPlan
 from tuner.shadow.prepared import PreparedTrace, fixed
@@ -60,6 +60,9 @@ def unknown_options(shape: EngineShape) -> list[str]:
         for name, value in sorted(shape.scheduler.items())
         if name not in _KNOWN or ((allowed := _KNOWN[name]) and value not in allowed)
     ]
+    windows = () if shape.kv_layout is None else shape.kv_layout.looks_back
+    if shape.drafts is not None and any(windows):
+        notes.append("drafts beside layers that look back a window")
     if shape.kv_layout is None:
         kinds = Counter(shape.kv_kind.split(" and ")).items()
         words = " and ".join(f"{n} {kind}" if n > 1 else kind for kind, n in kinds)
@@ -72,7 +75,7 @@ class SimulatedEngine:
     """An engine that is simulated: its scheduler's options, its blocks, its steps.
 
     `ceiling` are the limits it was started with, which an adaptive threshold for long prompts
-    goes by.
+    goes by. Drafts are `accepted` at rates: the first, the first two and so on.
 
     Units: num_blocks as vLLM counts them, one of which it keeps for itself.
     Raises: ShadowError naming options that the simulator does not know.
@@ -82,8 +85,10 @@ class SimulatedEngine:
     num_blocks: int
     step_model: StepModel
     ceiling: EngineLimits
+    accepted: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
+        check_rates(self.accepted, self.shape.draft_tokens)
         if unknown := unknown_options(self.shape):
             raise ShadowError(
                 f"the simulator does not know {', '.join(unknown)}",
@@ -113,11 +118,12 @@ def check_sizes(engine: SimulatedEngine, prepared: PreparedTrace, limits: Engine
     # Where it is let in by what it will hold, vLLM reckons with the limits of the start.
     reserves = bool(_option(shape, "scheduler_reserve_full_isl"))
     in_flight = shape.in_flight_tokens(engine.ceiling if reserves else limits)
-    # The last token of an answer is never computed.
+    # The last token of an answer is never computed, but the drafts beside it are.
     longest, _ = prepared.longest(shape.max_model_len)
-    if shape.held_blocks(np.array([longest - 1]), in_flight)[0] > blocks:
+    ahead = shape.draft_tokens + shape.lookahead_tokens - 1
+    if shape.held_blocks(np.array([longest + ahead]), in_flight)[0] > blocks:
         tokens = prepared.prompts + prepared.outputs
-        needed = shape.held_blocks(tokens - 1, in_flight)
+        needed = shape.held_blocks(tokens + ahead, in_flight)
         needed = np.where(tokens <= shape.max_model_len, needed, 0)
         row = int(np.argmax(needed > blocks))
         raise EngineError(
@@ -168,10 +174,18 @@ def integers(
     recorded = 1 if trace.hashes is None else trace.hashes.block_size
     g[s.RECORDED_BLOCK], g[s.LINK_KEYS] = recorded, recorded // block + 1
     longest, answer = prepared.longest(shape.max_model_len)
-    _go_by_layout(g, engine, longest // block + 2)
+    _go_by_layout(g, engine, (longest + _go_by_drafts(g, shape)) // block + 2)
     # The calendar has days for more steps than any answer takes, a power of two.
     g[s.LAST_DAY] = (1 << (answer + 1).bit_length()) - 1
     return g
+
+
+def _go_by_drafts(g: NDArray[np.int64], shape: EngineShape) -> int:
+    """Set how much decoding requests verify; return for how many tokens ahead there is room."""
+    g[s.DRAFTS], g[s.LOOKAHEAD] = shape.draft_tokens, shape.lookahead_tokens
+    g[s.DROPS_HIT] = shape.lookahead_tokens > 0
+    batches = 2 if shape.asynchronous else 1
+    return batches * shape.draft_tokens + shape.lookahead_tokens
 
 
 def _go_by_layout(g: NDArray[np.int64], engine: SimulatedEngine, room: int) -> None:
@@ -234,13 +248,13 @@ def seconds(model: StepModel, prepared: PreparedTrace, plan: ReplayPlan) -> Floa
     return x
 
 
-def table(model: StepModel, g: NDArray[np.int64]) -> Floats:
+def table(model: StepModel, g: NDArray[np.int64], accepted: Sequence[float] = ()) -> Floats:
     """Return the seconds and factors of decodes alone, and how to find those of others.
 
-    Which are the seconds of tokens in a graph, the curve beyond it, and all factors. Last comes
-    what launching decodes alone takes the host.
+    Which are the seconds of tokens in a graph, the curve beyond it, and all factors. Last come
+    what launching decodes alone takes the host, and the rates at which drafts are accepted.
     """
-    alone_s, mixed_s = model.tables(int(g[s.CAP]))
+    alone_s, mixed_s = model.tables(int(g[s.CAP]), int(g[s.DRAFTS]))
     if mixed_s.size == 1:
         mixed_s = mixed_s[:0]
     curve, factors = model.token_curve(), model.factors.table
@@ -250,8 +264,10 @@ def table(model: StepModel, g: NDArray[np.int64]) -> Floats:
     g[s.AT_FACTORS] = g[s.AT_KNOTS] + curve.size
     g[s.FACTOR_ROWS], g[s.FACTOR_COLUMNS] = factors.shape
     g[s.AT_LAUNCHES] = g[s.AT_FACTORS] + factors.size
-    launches_s = model.launches_s(int(g[s.CAP]))
-    parts = [alone_s, alone, mixed_s, curve.ravel(), factors.ravel(), launches_s]
+    launches_s = model.launches_s(int(g[s.CAP]), int(g[s.DRAFTS]))
+    g[s.AT_RATES] = g[s.AT_LAUNCHES] + launches_s.size
+    rates = np.array(accepted, dtype=np.float64)
+    parts = [alone_s, alone, mixed_s, curve.ravel(), factors.ravel(), launches_s, rates]
     return np.concatenate(parts)
 
 

@@ -126,7 +126,7 @@ class Simulation:
         n = len(trace)
         self._g = simulated.integers(engine, prepared, limits, plan, slots, caches=caches)
         self._x = simulated.seconds(engine.step_model, prepared, plan)
-        self._t = simulated.table(engine.step_model, self._g)
+        self._t = simulated.table(engine.step_model, self._g, engine.accepted)
         self._w = simulated.work(self._g)
         self._slots = np.zeros((slots, s.SLOT_FIELDS), np.int64)
         # One row alone would be contiguous both ways, another type to numba: compiled anew.

@@ -145,7 +145,8 @@ def _launches_off(
 ) -> Floats:
     """Return how far off the host's launches were in each span, in logarithms."""
     expected_s = [
-        Host.loads_of(steps.decode_seqs, steps.prefill_tokens, graphs) @ host.each_s
+        Host.loads_of(steps.decode_seqs, steps.prefill_tokens, steps.tokens, graphs)
+        @ host.each_s
         for steps, graphs in zip(replays, ran_with, strict=True)
     ]
     steps, wanted_s = joined([*replays]), np.concatenate([np.empty(0), *expected_s])

@@ -194,10 +194,15 @@ class Host:
         return Host(full_s, mixed_s, eager_s, seq_s, token_s, self.spread)
 
     @staticmethod
-    def loads_of(decode_seqs: Floats, prefill_tokens: Floats, graphs: Graphs) -> Floats:
-        """Return what each of the seconds is times. Shapes: [rows, 5]."""
+    def loads_of(
+        decode_seqs: Floats, prefill_tokens: Floats, tokens: Floats, graphs: Graphs
+    ) -> Floats:
+        """Return what each of the seconds is times, of batches of so many tokens in all.
+
+        Shapes: [rows, 5].
+        """
         has_prompt = prefill_tokens > 0
-        _, has_graph = graphs.padded_along(decode_seqs + prefill_tokens, has_prompt)
+        _, has_graph = graphs.padded_along(tokens, has_prompt)
         kinds = (has_graph & ~has_prompt, has_graph & has_prompt, ~has_graph)
         return np.column_stack([*kinds, decode_seqs, prefill_tokens]).astype(np.float64)
 
@@ -269,8 +274,8 @@ class StepModel:
         seqs, prefill = batch.decode_seqs, batch.prefill_tokens
         if not (seqs or prefill):
             return self.tidy_s
-        padded = self.graphs.padded(seqs + prefill, has_prompt=prefill > 0)
-        work_s = self._tokens.at(padded or seqs + prefill) + self.seq_s * seqs
+        padded = self.graphs.padded(batch.tokens, has_prompt=prefill > 0)
+        work_s = self._tokens.at(padded or batch.tokens) + self.seq_s * seqs
         if self.graphs.sizes and padded is None:
             work_s += self.eager_s
         decode_s, apart_s = self.decode_context_s, self.spread_s
@@ -309,17 +314,18 @@ class StepModel:
         scalars = np.array([getattr(self, name) for name in SCALARS])
         return np.column_stack([loads * scalars, self._tokens.along(padded)])
 
-    def tables(self, most_seqs: int) -> tuple[Floats, Floats]:
+    def tables(self, most_seqs: int, draft_tokens: int = 0) -> tuple[Floats, Floats]:
         """Return the seconds of decodes alone, and of tokens that a graph with a prompt serves.
 
-        Of 0 to most_seqs decoding sequences with all but base and contexts; of 0 tokens to the
+        Of 0 to most_seqs decoding sequences, which verify so many drafts each, with all but
+        base and contexts; of 0 tokens to the
         largest captured size by the tokens' curve alone, which is of 0 tokens where no graph
         serves prompts.
 
         Shapes: [most_seqs + 1] and [largest + 1].
         """
         seqs = np.arange(most_seqs + 1, dtype=np.float64)
-        padded, has_graph = self.graphs.padded_along(seqs, seqs < 0)
+        padded, has_graph = self.graphs.padded_along(seqs * (1 + draft_tokens), seqs < 0)
         is_eager = ~has_graph & bool(self.graphs.sizes)
         alone_s = self._tokens.along(padded) + self.seq_s * seqs + self.eager_s * is_eager
         largest = max(self.graphs.sizes, default=0) if self.graphs.has_mixed else 0
@@ -334,13 +340,13 @@ class StepModel:
         curve = self._tokens
         return np.array([curve.knots, curve.heights_s, curve.slopes_s], dtype=np.float64)
 
-    def launches_s(self, most_seqs: int) -> Floats:
-        """Return what launching 0 to most_seqs decoding sequences takes the host.
+    def launches_s(self, most_seqs: int, draft_tokens: int = 0) -> Floats:
+        """Return what launching 0 to most_seqs sequences takes the host that verify drafts.
 
         Shapes: [most_seqs + 1].
         """
         seqs = np.arange(most_seqs + 1, dtype=np.float64)
-        loads = Host.loads_of(seqs, np.zeros(seqs.size), self.graphs)
+        loads = Host.loads_of(seqs, np.zeros(seqs.size), seqs * (1 + draft_tokens), self.graphs)
         found_s: Floats = loads @ self.host.each_s
         found_s[0] = 0.0
         return found_s
@@ -394,7 +400,7 @@ def loads_of(steps: StepColumns, graphs: Graphs) -> tuple[Floats, Floats]:
     seqs, prefill = steps.decode_seqs, steps.prefill_tokens
     has_prompt, context = prefill > 0, steps.decode_context_tokens
     spread = steps.decode_spread_tokens
-    padded, has_graph = graphs.padded_along(seqs + prefill, has_prompt)
+    padded, has_graph = graphs.padded_along(steps.tokens, has_prompt)
     is_eager = ~has_graph & bool(graphs.sizes)
     loads = (
         np.ones(len(steps)),

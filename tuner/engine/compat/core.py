@@ -23,7 +23,7 @@ from tuner.engine.compat.serve import (
     sampling,
     vllm_version,
 )
-from tuner.engine.compat.shape import captured_sizes, read_shape
+from tuner.engine.compat.shape import captured_sizes, read_shape, steady_drafts
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Batch, Emitted, EngineInfo, Step, spread_tokens
 from tuner.engine.shape import EngineShape
@@ -167,6 +167,7 @@ class Core:
             has_own_graphs=self._has_own_graphs,
             sampling=self._sampling_text,
             has_priorities=config.scheduler_config.policy == "priority",
+            draft_tokens=steady_drafts(config.speculative_config),
         )
 
     def shape(self) -> EngineShape:
@@ -459,6 +460,7 @@ class BatchReader:
             preempted=len(preempted),
             cached_tokens=sum(row.found for row in rows),
             decode_spread_tokens=spread_tokens(contexts),
+            draft_tokens=sum(row.tokens for row in decodes) - len(decodes),
         )
 
 

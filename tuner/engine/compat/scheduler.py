@@ -16,7 +16,14 @@ from tuner.engine.compat.shape import plain_group
 from tuner.engine.demo import demo_engine_args
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Emitted, Prompt
-from tuner.engine.shape import FULL_ATTENTION, RETENTION, EngineShape, KvGroup
+from tuner.engine.shape import (
+    EAGLES,
+    FULL_ATTENTION,
+    RETENTION,
+    Drafts,
+    EngineShape,
+    KvGroup,
+)
 from tuner.errors import EngineError, ShadowError
 
 # A token that no prompt holds; which one it is makes no difference to the schedule.
@@ -44,6 +51,7 @@ def stand_in_config(shape: EngineShape, ceiling: EngineLimits) -> Any:
         "max-num-seqs": ceiling.max_num_seqs,
         "max-num-batched-tokens": ceiling.max_num_batched_tokens,
         "enable-prefix-caching": shape.prefix_caching,
+        **({} if shape.drafts is None else {"speculative-config": _drafting(shape.drafts)}),
     }
     with quiet():  # of a stand-in there is nothing to tell
         config = resolve_config(parse_serve_values(values))
@@ -56,9 +64,21 @@ def stand_in_config(shape: EngineShape, ceiling: EngineLimits) -> Any:
             )
         setattr(scheduler, name, value)
     scheduler.async_scheduling = shape.asynchronous
+    if shape.drafts is not None and shape.drafts.method in EAGLES:
+        # Of a draft model's own config nothing is asked but which kind it is.
+        config.speculative_config.method = "eagle"
     config.cache_config.enable_prefix_caching = shape.prefix_caching
     config.cache_config.block_size = shape.block_size
     return config
+
+
+def _drafting(drafts: Drafts) -> Mapping[str, object]:
+    """Return a speculative configuration that needs no model beside the stand-in."""
+    return {
+        "method": "ngram",
+        "num_speculative_tokens": drafts.tokens,
+        "prompt_lookup_max": 2,
+    }
 
 
 def kv_cache_config(shape: EngineShape, num_blocks: int) -> Any:
@@ -160,12 +180,21 @@ def scheduler_of(config: Any, kv_cache: Any) -> tuple[Any, int]:
 
 
 class SchedulerCore:
-    """vLLM's scheduler, stepped batch by batch, with outputs made up in the model's place."""
+    """vLLM's scheduler, stepped batch by batch, with outputs made up in the model's place.
 
-    def __init__(self, shape: EngineShape, ceiling: EngineLimits, num_blocks: int) -> None:
+    `accepted` are the rates at which drafts are: how often the first, the first two and so on.
+    """
+
+    def __init__(
+        self,
+        shape: EngineShape,
+        ceiling: EngineLimits,
+        num_blocks: int,
+        accepted: Sequence[float] = (),
+    ) -> None:
         config = stand_in_config(shape, ceiling)  # first: it raises where vLLM is missing
         from vllm import SamplingParams
-        from vllm.v1.outputs import ModelRunnerOutput
+        from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
         from vllm.v1.request import Request, RequestStatus
 
         self._sampling_params, self._request_type = SamplingParams, Request
@@ -182,6 +211,10 @@ class SchedulerCore:
         self.caches = shape.prefix_caching
         self.queue_size = 2 if shape.asynchronous else 1
         self.requests: dict[str, Any] = self.scheduler.requests
+        self._accepted, self._drafts_type = tuple(accepted), DraftTokenIds
+        # An asynchronous scheduler reserves room for drafts by itself.
+        self._draft = [_TOKEN] * (0 if shape.asynchronous else shape.draft_tokens)
+        self._rounds: dict[str, int] = {}
 
     def set_limits(self, cap: int, budget: int) -> None:
         """Set cap and token budget of whatever is in the scheduler's sight."""
@@ -194,6 +227,7 @@ class SchedulerCore:
 
     def add(self, row: int, prompt: Prompt, output_tokens: int, arrival: float) -> None:
         """Queue a request that answers with exactly output_tokens tokens."""
+        self._rounds.pop(str(row), None)
         params = self._params_of.get(output_tokens)
         if params is None:
             params = self._params_of[output_tokens] = self._sampling_params(
@@ -258,19 +292,65 @@ class SchedulerCore:
 
         Asked when the batch is scheduled, as the model runner is.
         """
-        requests, ids, tokens = self.requests, [], []
+        requests, ids, tokens = self.requests, list[str](), list[list[int]]()
+        admitted = _admitted(scheduler_output) if self._accepted else ()
         for req_id in scheduler_output.num_scheduled_tokens:
             request = requests[req_id]
             ids.append(req_id)
-            tokens.append([] if request.is_prefill_chunk else [_TOKEN])
+            if request.is_prefill_chunk:
+                tokens.append([])
+                continue
+            drafts = scheduler_output.scheduled_spec_decode_tokens.get(req_id, ())
+            # Of who is admitted some only pad the batch.
+            verified = 0 if req_id in admitted else len(drafts)
+            tokens.append([_TOKEN] * (1 + self._accepts(req_id, verified)))
         index = {req_id: i for i, req_id in enumerate(ids)}
         return self._output_type(req_ids=ids, req_id_to_index=index, sampled_token_ids=tokens)
 
     def update(self, scheduler_output: Any, output: Any) -> list[Emitted]:
         """Let the scheduler take in a batch's tokens and return what came out."""
         made = self.scheduler.update_from_output(scheduler_output, output)
+        if self._draft:
+            names = list(scheduler_output.num_scheduled_tokens)
+            drafted = self._drafts_type(names, [list(self._draft) for _ in names])
+            self.scheduler.update_draft_token_ids(drafted)
         return [
             Emitted(int(out.request_id), len(out.new_token_ids), out.finish_reason is not None)
             for client in made.values()
             for out in client.outputs
         ]
+
+    def _accepts(self, req_id: str, drafts: int) -> int:
+        """Return how many of a request's drafts are accepted, the same at all limits.
+
+        Beside its first token there are none, whatever a batch is padded to.
+        """
+        if not self._accepted:
+            return 0
+        number = self._rounds.get(req_id, 0)
+        self._rounds[req_id] = number + 1
+        if number == 0:
+            return 0
+        drawn = _uniform(int(req_id), number)
+        return sum(drawn < rate for rate in self._accepted[:drafts])
+
+
+def _admitted(scheduler_output: Any) -> set[str]:
+    """Return the requests that a step begins with, or goes on with after a preemption."""
+    new = {request.req_id for request in scheduler_output.scheduled_new_reqs}
+    return new | set(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
+
+
+def _uniform(row: int, number: int) -> float:
+    """Return a number from 0 to 1 that a request's row and the number of its step decide.
+
+    Source: splitmix64, G. Steele, D. Lea, C. Flood: Fast Splittable Pseudorandom Number
+    Generators, OOPSLA 2014.
+    """
+    x = (row * 0x9E3779B97F4A7C15 + number * 0xBF58476D1CE4E5B9) & _ALL
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _ALL
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _ALL
+    return (x ^ (x >> 31)) / 2**64
+
+
+_ALL = (1 << 64) - 1

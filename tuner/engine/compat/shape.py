@@ -13,6 +13,7 @@ from tuner.engine.shape import (
     FULL_ATTENTION,
     RETENTION,
     SETTING_GRAPHS,
+    Drafts,
     EngineShape,
     KvGroup,
 )
@@ -36,6 +37,8 @@ _NOT_COPIED = (
 )
 _RECORDED: Final = ("parallel_config", "cache_config", "compilation_config", "scheduler_config")
 _EXTENSIONS: Final = ("speculative_config", "lora_config", "kv_transfer_config")
+_VARYING: Final = ("ngram", "ngram_gpu", "suffix", "custom_class", "extract_hidden_states")
+"""Methods that draft by what the text is, or for a purpose of their own."""
 
 
 def read_shape(
@@ -103,7 +106,49 @@ def _shape(vllm_config: Any, block_size: int, device: str, version: str) -> Engi
         scheduler=_plain_options(vllm_config.scheduler_config),
         captures_mixed=_captures_mixed(vllm_config),
         model_sets_graphs=str(model.architecture) in SETTING_GRAPHS,
+        drafts=_drafts(vllm_config.speculative_config),
     )
+
+
+def _drafts(config: Any) -> Drafts | None:
+    """Return how an engine drafts, None where it does not; `_varies` says whether it can be."""
+    if config is None:
+        return None
+    rates = getattr(config, "synthetic_acceptance_rates", None)
+    given = tuple(float(rate) for rate in rates or ())
+    return Drafts(str(config.method), int(config.num_speculative_tokens), given)
+
+
+def steady_drafts(config: Any) -> int:
+    """Return how many drafts are verified in every step, 0 where their number varies."""
+    return 0 if config is None or _varies(config) else int(config.num_speculative_tokens)
+
+
+def _varies(config: Any) -> str:
+    """Return why how much is drafted is not the same in every step, in words; nothing if it is.
+
+    Drafts that take slots of the budget leave no room to change it on a running engine.
+    """
+    if config is None:
+        return ""
+    method = getattr(config, "method", None)
+    named = f"speculative decoding by {method}"
+    reasons = (
+        # A recording says no more of it.
+        ("speculative decoding", method is None),
+        (f"{named}, which drafts by what the text is", method in _VARYING),
+        (f"{named}, whose drafts take slots", _has(config, "max_num_new_slots_for_drafting")),
+        (
+            f"{named} of as many tokens as fit the batch",
+            _has(config, "num_speculative_tokens_per_batch_size"),
+        ),
+        (f"{named} that keeps its last block", _has(config, "disable_eagle_block_drop")),
+    )
+    return next((words for words, holds in reasons if holds), "")
+
+
+def _has(config: Any, name: str) -> bool:
+    return bool(getattr(config, name, None))
 
 
 def recorded_shape(config: Mapping[str, Any], device: str, version: str) -> EngineShape:
@@ -199,11 +244,11 @@ def _cannot_stand_in(notes: Sequence[str]) -> str:
 
 def _unsupported(vllm_config: Any, own: str) -> list[str]:
     """Return what makes a scheduler keep blocks or slots in another way, in words."""
-    parallel = vllm_config.parallel_config
+    parallel, drafting = vllm_config.parallel_config, _varies(vllm_config.speculative_config)
     return [
         words
         for words, holds in (
-            ("speculative decoding", vllm_config.speculative_config is not None),
+            (drafting, bool(drafting)),
             ("a KV connector", vllm_config.kv_transfer_config is not None),
             (f"a scheduler of its own ({own})", bool(own)),
             ("pipeline parallelism", parallel.pipeline_parallel_size > 1),

@@ -65,7 +65,8 @@ class Calibrator:
         return cls(calibration)
 
     def observe(self, limits: EngineLimits, log: ReplayLog) -> None:
-        """Take in the steps of a live replay."""
+        """Take in the steps of a live replay, and how many drafts they accepted."""
+        self.calibration = self.calibration.and_brought(log.brought)
         if log.kept_steps is not None:
             self.observe_steps(limits, log.kept_steps)
 

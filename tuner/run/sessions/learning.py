@@ -23,7 +23,7 @@ from tuner.search.race import RaceDecision, RaceVerdict
 from tuner.shadow.agreement import compare, together
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import Agreement, Profile, read_profile, write_profile
-from tuner.shadow.reference import replay_reference
+from tuner.shadow.reference import REPLAY_S, replay_reference
 from tuner.traffic.windows import busiest
 
 # Stretched steps that make all of them longer by more than this are told: ours, as much as what
@@ -120,6 +120,7 @@ class Learning:
         wrong = self.predictor_of(profile).wrong_ratio
         self.context.listener.note(
             f"step model from {profile.fit.steps} steps, wrong by {wrong:.1%}"
+            f"{drafts_text(profile)}"
         )
         stretched = 0.0
         if given is None:
@@ -156,7 +157,7 @@ class Learning:
         for limits in dict.fromkeys((space.current, space.ceiling)):
             engine = predictor.simulated(limits)
             parts = (engine.shape, engine.ceiling, engine.num_blocks, engine.step_model)
-            given = (*parts, piece, limits, workload.plan)
+            given = (*parts, piece, limits, workload.plan, REPLAY_S, engine.accepted)
             reference = self.runner.engine.process.call(replay_reference, *given)
             if reference is None:
                 return profile
@@ -204,3 +205,12 @@ class Learning:
             calibration = self.calibrator.calibration.and_start(limits, num_blocks)
             self.calibrator.calibration = calibration
         self.keep(replace(read_profile(path), kv_starts=self.calibrator.calibration.starts))
+
+
+def drafts_text(profile: Profile) -> str:
+    """Return what drafts bring an answer in a step, in words; nothing where there are none."""
+    if not profile.accepted:
+        return ""
+    rates = ", ".join(f"{rate:.0%}" for rate in profile.accepted)
+    brings = 1 + sum(profile.accepted)
+    return f"; a step brings an answer {brings:.2f} tokens, its drafts accepted at {rates}"

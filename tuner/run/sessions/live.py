@@ -61,6 +61,10 @@ STRETCH_ALONE = (
     "every second gain told so lay outside its interval (planted machines); give --budget or "
     "--window more"
 )
+CLIMB_CUT = (
+    "the best value is the largest cap that there was time to try: with a longer --budget the "
+    "search climbs on"
+)
 # What says that a machine is too restless for short replays to say much.
 _NOISY = frozenset({Caveat.NOISY_MACHINE, Caveat.STEPS_STRETCHED})
 
@@ -260,6 +264,13 @@ class Session:
         if told is not None:
             self.context.listener.note(told.text)
 
+    def _tell_edge(self, decision: RaceDecision) -> None:
+        """Say it where it was time that ended the climb, and not what may be tried."""
+        context = self.context
+        goes_on = decision.best.max_num_seqs < context.space.caps()[-1]
+        if goes_on and Caveat.BUDGET_SPENT in context.caveats:
+            context.caveat_texts[Caveat.AT_SPACE_EDGE] = CLIMB_CUT
+
     def findings(self) -> RunFindings:
         """Return what stands in the result beside the decision."""
         search, engine = self.search, self.runner.engine
@@ -299,6 +310,7 @@ class Session:
             found.add(Caveat.NOISY_MACHINE)
         if at_edge(decision.best, searched(context) or self._seen()):
             found.add(Caveat.AT_SPACE_EDGE)
+            self._tell_edge(decision)
         if engine.restarts_per_config:
             found.add(Caveat.RESTARTED_PER_CONFIG)
         if self.findings().windows != (whole(context.trace),):

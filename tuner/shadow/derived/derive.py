@@ -183,7 +183,8 @@ def _waited_for(steps: StepColumns, shape: EngineShape, host: Host) -> StepColum
     are not.
     """
     launch_s = (
-        Host.loads_of(steps.decode_seqs, steps.prefill_tokens, shape.graphs) @ host.each_s
+        Host.loads_of(steps.decode_seqs, steps.prefill_tokens, steps.tokens, shape.graphs)
+        @ host.each_s
     )
     added_s = np.where(steps.prefill_tokens > 0, PREPARING_PROMPT_S, PREPARING_S)
     took_s = np.maximum(steps.duration_s, launch_s / LONGER) + added_s / LONGER

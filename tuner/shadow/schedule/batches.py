@@ -81,7 +81,7 @@ def preempt(g, x, w, sl, f, kv, slot):
         sl[slot, s.ANSWERED] = sl[slot, s.OUTPUT] - (sl[slot, s.END] - (g[s.STEP] - 1))
         if sl[slot, s.END] >= g[s.STEP]:
             decodes_no_more(g, w, sl, slot)
-    else:
+    elif sl[slot, s.STATE] == s.PREFILLS:
         g[s.PREFILLING] -= 1
     release(g, sl, kv, slot)
     sl[slot, s.STATE] = s.PREEMPTED

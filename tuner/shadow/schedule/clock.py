@@ -67,35 +67,42 @@ def _factor(g, t, decodes, prefill):
     return first + (second - first) * across
 
 
+@inner
+def _any_tokens_s(g, x, t, tokens):
+    """Return the seconds of so many tokens, in a graph that serves any or without one."""
+    if g[s.AT_MIXED] + tokens < g[s.AT_KNOTS]:
+        return t[g[s.AT_MIXED] + tokens]
+    return _tokens_s(g, t, tokens) + x[s.EAGER_S]
+
+
 @inlined
-def step_s(g, x, t, decodes, prefill, decode_context, prefill_context, spread):
+def step_s(g, x, t, decodes, prefill, decode_context, prefill_context, spread, drafts):
     """Return the seconds of a batch, as StepModel.step_s does."""
     if decodes == 0 and prefill == 0:
         return x[s.TIDY_S]
     decode_s, apart_s, prefill_s = x[s.DECODE_CONTEXT_S], x[s.SPREAD_S], 0.0
     if prefill:
-        tokens = decodes + prefill
-        if g[s.AT_MIXED] + tokens < g[s.AT_KNOTS]:
-            work_s = t[g[s.AT_MIXED] + tokens] + x[s.SEQ_S] * decodes
-        else:
-            work_s = _tokens_s(g, t, tokens) + x[s.SEQ_S] * decodes + x[s.EAGER_S]
+        tokens = decodes + drafts + prefill
+        work_s = _any_tokens_s(g, x, t, tokens) + x[s.SEQ_S] * decodes
         factor = _factor(g, t, decodes, prefill)
         decode_s += x[s.MIXED_CONTEXT_S]
         apart_s += x[s.MIXED_SPREAD_S]
         prefill_s = x[s.PREFILL_BASE_S] + x[s.PREFILL_CONTEXT_S] * prefill_context
     else:
         work_s, factor = t[decodes], t[g[s.CAP] + 1 + decodes]
+        if drafts != g[s.DRAFTS] * decodes:  # of another shape than graphs of decodes are
+            work_s = _any_tokens_s(g, x, t, decodes + drafts) + x[s.SEQ_S] * decodes
     context_s = decode_s * decode_context
     context_s += apart_s * spread + prefill_s
     return (x[s.BASE_S] + work_s + context_s) * factor
 
 
 @inlined
-def _launch_s(g, x, t, decodes, prefill):
+def _launch_s(g, x, t, decodes, prefill, drafts):
     """Return the seconds that launching a batch takes the host, as Host.launch_s does."""
     if prefill == 0:
         return t[g[s.AT_LAUNCHES] + decodes]
-    is_in_graph = g[s.AT_MIXED] + decodes + prefill < g[s.AT_KNOTS]
+    is_in_graph = g[s.AT_MIXED] + decodes + drafts + prefill < g[s.AT_KNOTS]
     kind_s = x[s.HOST_MIXED_S] if is_in_graph else x[s.HOST_EAGER_S]
     return kind_s + x[s.HOST_SEQ_S] * decodes + x[s.HOST_TOKEN_S] * prefill
 
@@ -108,8 +115,9 @@ def launch(g, x, w, t):
     decodes, prefill = w[batch + s.B_DECODES], w[batch + s.B_PREFILL]
     context, pairs = w[batch + s.B_DECODE_CONTEXT], w[batch + s.B_PREFILL_CONTEXT]
     spread = spread_of(decodes, context, w[batch + s.B_SQUARES])
-    took_s = step_s(g, x, t, decodes, prefill, context, pairs, spread)
-    x[s.LAUNCHED] = x[s.NOW] + _launch_s(g, x, t, decodes, prefill)
+    drafts = w[batch + s.B_DRAFTS]
+    took_s = step_s(g, x, t, decodes, prefill, context, pairs, spread, drafts)
+    x[s.LAUNCHED] = x[s.NOW] + _launch_s(g, x, t, decodes, prefill, drafts)
     x[s.DEVICE] = max(max(x[s.DEVICE], x[s.NOW]) + took_s, x[s.LAUNCHED])
     x[s.ENDS_0 + (step & (s.PIPE - 1))] = x[s.DEVICE]
 
@@ -145,13 +153,14 @@ def note_steps(
     most_used,
     preempted,
     cached,
+    drafts,
 ):
     """Count like steps that took so long together, and keep them where they are asked for."""
     x[s.STEPS_N] += repeats
     x[s.STEPS_S] += took_s
     x[s.CACHED_N] += cached
     x[s.PREEMPTED_N] += preempted
-    x[s.FULLEST] = max(x[s.FULLEST], decodes + prefill)
+    x[s.FULLEST] = max(x[s.FULLEST], decodes + drafts + prefill)
     x[s.PEAK_RUNNING] = max(x[s.PEAK_RUNNING], running)
     x[s.PEAK_WAITING] = max(x[s.PEAK_WAITING], waiting)
     x[s.PEAK_USED] = max(x[s.PEAK_USED], most_used)
@@ -178,4 +187,5 @@ def note_steps(
         log[at, 8], log[at, 9], log[at, 10], log[at, 11] = running, waiting, used, most_used
         log[at, 12], log[at, 13] = preempted, cached
         log[at, 14] = log[at, 15] = 0.0
+        log[at, 16] = drafts
         g[s.LOGGED] = at + 1

@@ -89,7 +89,7 @@ def _abort(g, x, w, sl, f, r, q, kv, row):
         held_blocks(g, sl, slot)
         if sl[slot, s.STATE] == s.PREFILLS:
             g[s.PREFILLING] -= 1
-        elif sl[slot, s.END] >= g[s.STEP]:
+        elif sl[slot, s.STATE] == s.DECODES and sl[slot, s.END] >= g[s.STEP]:
             decodes_no_more(g, w, sl, slot)
         release(g, sl, kv, slot)
         leave_run(g, w, sl, slot)

@@ -13,13 +13,17 @@ from tuner.shadow.compiled import part
 # step from which on a decoding request gives back one at a time, OVERTAKES that of the first
 # of these, JUNCTION how many blocks other groups had in the prefix cache and these had not; of
 # a prompt LATEST is the step that last computed some, and PART how much. LISTED is the ORDER of
-# the entry that it has among the UNSTEADY, and one more; 0 where it has none.
+# the entry that it has among the UNSTEADY, and one more; 0 where it has none. Of who VERIFIES
+# drafts DRAFTED is how many tokens an even step has beside the one that it decodes, OF_DRAFTS
+# how many of these are drafts and not to pad a graph, an odd step's stand behind them; ROUNDS
+# is how often it has brought out tokens.
 (
     ROW, PROMPT, OUTPUT, ANSWERED, COMPUTED, END, STATE, BLOCKS, ORDER, PLACE, CACHED,
     TAKEN, END_NEXT, END_BEFORE, BUCKET_NEXT, BUCKET_BEFORE, MISSED, RESUMED, ARRIVAL,
-    SKIPPED, STEADY, OVERTAKES, LATEST, PART, JUNCTION, LISTED, SLOT_FIELDS,
-) = range(27)  # fmt: skip
-NOBODY, PREFILLS, DECODES, PREEMPTED = range(4)
+    SKIPPED, STEADY, OVERTAKES, LATEST, PART, JUNCTION, LISTED, DRAFTED, _, OF_DRAFTS, _,
+    ROUNDS, SLOT_FIELDS,
+) = range(32)  # fmt: skip
+NOBODY, PREFILLS, DECODES, PREEMPTED, VERIFIES = range(5)
 
 # The integers of a replay's state. STEP counts the batches that were scheduled, DONE is the
 # last that was completed; CONTEXT is the sum of what decoding requests attend to, less STEP
@@ -51,12 +55,16 @@ NOBODY, PREFILLS, DECODES, PREEMPTED = range(4)
     # does where prompts part.
     GROUPS, WINDOWED, WINDOW, MOST_IN_WINDOW, ROOM_OF_GROUP, SETTLES,
     RETENTION, JUNCTIONS,
+    # How many DRAFTS each request verifies in a step, how many tokens ahead of a batch have
+    # their blocks too, and whether the last block of a hit is dropped since drafts need its
+    # hidden states.
+    DRAFTS, LOOKAHEAD, DROPS_HIT,
     # Where the parts of the work array begin.
     AT_RUN, AT_CALENDAR, AT_PHASES, AT_BUCKETS, AT_FRONT, AT_FREE_SLOTS,
     AT_UNSTEADY, AT_LONG, AT_OVERTAKES,
     AT_SINGLES, AT_ENDS, AT_BATCHES, AT_MIXED, AT_KNOTS, AT_FACTORS, FACTOR_ROWS,
-    FACTOR_COLUMNS, AT_LAUNCHES, INTEGERS,
-) = range(105)  # fmt: skip
+    FACTOR_COLUMNS, AT_LAUNCHES, AT_RATES, INTEGERS,
+) = range(109)  # fmt: skip
 
 # The instants and seconds of a replay's state, and the sums over its steps.
 (
@@ -91,13 +99,13 @@ OPEN, CAUSAL, CLOSED, BATCHES = range(4)
 # The columns of a batch on its way; EVEN counts the requests that were in the batch before too.
 (
     B_DECODES, B_PREFILL, B_SEQS, B_DECODE_CONTEXT, B_PREFILL_CONTEXT, B_PREEMPTED,
-    B_CACHED, B_RUNNING, B_WAITING, B_USED, B_EVEN, B_SINGLES, B_ENDS, B_SQUARES,
+    B_CACHED, B_RUNNING, B_WAITING, B_USED, B_EVEN, B_SINGLES, B_ENDS, B_SQUARES, B_DRAFTS,
     BATCH_FIELDS,
-) = range(15)  # fmt: skip
+) = range(16)  # fmt: skip
 PIPE = 4  # batches that the arrays hold at once, a power of two: more than are on their way
 
 # The columns of the log: those of engine.steps.StepColumns, of which two are in blocks here.
-LOG_FIELDS, USED_COLUMNS = 16, (10, 11)
+LOG_FIELDS, USED_COLUMNS = 17, (10, 11)
 # Histograms: gaps between tokens, steps that decode alone, running, waiting, used blocks.
 GAPS, DECODE_STEPS, H_RUNNING, H_WAITING, H_USED, HISTOGRAMS = range(6)
 # A bin for each key of stats.LogHistogram from 2^-33 to 2^26, those at the ends hold what lies

@@ -17,13 +17,14 @@ from tuner.shadow.schedule.clock import (
     step_s,
 )
 from tuner.shadow.schedule.decoding import day_of, overtake, squares_at
+from tuner.shadow.schedule.drafts import bring_out
 from tuner.shadow.schedule.ends import finish_batch, is_cut, stop, time_out
 from tuner.shadow.schedule.layout import inlined, inner
 from tuner.shadow.schedule.steps import let_decode, note_decodes, schedule, schedule_decodes
 
 
 @inlined
-def _complete(g, x, w, t, sl, f, h, log):
+def _complete(g, x, w, t, sl, f, h, log, kv):
     """Complete the batch whose turn it is, but for those who end with it."""
     step = g[s.DONE] + 1
     batch = batch_at(g, step)
@@ -35,7 +36,8 @@ def _complete(g, x, w, t, sl, f, h, log):
         notice(x, step)
         took_s += x[s.NOW]
     else:
-        took_s = step_s(g, x, t, decodes, prefill, context, pairs, spread)
+        drafts = w[batch + s.B_DRAFTS]
+        took_s = step_s(g, x, t, decodes, prefill, context, pairs, spread, drafts)
         x[s.NOW] += took_s
     g[s.DONE] = step
     g[s.IN_PIPE] -= 1
@@ -58,6 +60,7 @@ def _complete(g, x, w, t, sl, f, h, log):
         used,
         w[batch + s.B_PREEMPTED],
         w[batch + s.B_CACHED],
+        w[batch + s.B_DRAFTS],
     )
     if decodes > 0 and prefill == 0:
         count_sample(h, s.DECODE_STEPS, took_s, 1.0, took_s)
@@ -71,6 +74,8 @@ def _complete(g, x, w, t, sl, f, h, log):
         if sl[slot, s.ORDER] != w[at + 2 * i + 1] or sl[slot, s.STATE] == s.NOBODY:
             continue
         row = sl[slot, s.ROW]
+        if g[s.DRAFTS]:
+            bring_out(g, w, t, sl, kv, step, slot)
         if math.isnan(f[row, s.FIRST]):
             f[row, s.FIRST] = x[s.NOW]
         else:
@@ -98,10 +103,10 @@ def _turn(g, x, w, t, sl, f, r, q, h, log, tr, kv):
         if g[s.AHEAD] and g[s.IN_PIPE] < 2 and (has_requests or not is_empty):
             took_s = x[s.LAUNCHED] - x[s.NOW]
             x[s.NOW], x[s.WAS_LATE] = x[s.LAUNCHED], 0.0
-            note_steps(g, x, h, log, took_s, 1, 0, 0, 0, 0, 0.0, 0, 0, 0.0, 0.0, 0, 0)
+            note_steps(g, x, h, log, took_s, 1, 0, 0, 0, 0, 0.0, 0, 0, 0.0, 0.0, 0, 0, 0)
             g[s.STUCK] += 1
             return
-    _complete(g, x, w, t, sl, f, h, log)
+    _complete(g, x, w, t, sl, f, h, log, kv)
     finish_batch(g, x, w, sl, f, r, q, kv, tr, g[s.DONE])
 
 
@@ -168,7 +173,7 @@ def _leap(g, x, w, t, sl, f, r, q, h, log, kv, tr, due_s):
             return 0
         schedule_decodes(g, w, sl, r, kv)
         launch(g, x, w, t)
-        _complete(g, x, w, t, sl, f, h, log)
+        _complete(g, x, w, t, sl, f, h, log, kv)
     if not ahead or (x[s.NOW] < until_s and w[day_of(g, began)] < 0):
         _decode_on(g, x, w, t, sl, r, h, log, kv, until_s)
     if g[s.STEP] == began:
@@ -276,6 +281,7 @@ def _decode_on(g, x, w, t, sl, r, h, log, kv, until_s):
         g[s.WAITING],
         used_sum / took_all_s if took_all_s > 0.0 else last_used,
         max(most_used, last_used),
+        0,
         0,
         0,
     )

@@ -36,6 +36,7 @@ from tuner.shadow.schedule.decoding import (
     squares_at,
     steady_from,
 )
+from tuner.shadow.schedule.drafts import drafts_of_step, pads, to_verify, verify
 from tuner.shadow.schedule.layout import inlined, inner
 from tuner.shadow.schedule.waiting import (
     compact,
@@ -77,6 +78,7 @@ def _count_in(w, batch, is_decode, before, tokens):
         w[batch + s.B_DECODES] += 1
         w[batch + s.B_DECODE_CONTEXT] += before + tokens
         w[batch + s.B_SQUARES] += (before + tokens) ** 2
+        w[batch + s.B_DRAFTS] += tokens - 1
     else:
         w[batch + s.B_PREFILL] += tokens
         w[batch + s.B_SEQS] += 1
@@ -89,6 +91,10 @@ def _prefilled(g, w, sl, slot):
     step = g[s.STEP]
     if sl[slot, s.COMPUTED] < sl[slot, s.PROMPT] + sl[slot, s.ANSWERED]:
         return False
+    if g[s.DRAFTS]:
+        sl[slot, s.STATE] = s.VERIFIES
+        add_single(g, w, sl, step, slot)
+        return True
     sl[slot, s.END] = step + sl[slot, s.OUTPUT] - sl[slot, s.ANSWERED] - 1
     sl[slot, s.STATE], sl[slot, s.STEADY] = s.DECODES, steady_from(g)
     add_single(g, w, sl, step, slot)
@@ -144,6 +150,8 @@ def _hits(g, kv, row, slot, tokens):
         hits = _in_window(g, kv, row, slot, hits)
         if hits < most and g[s.WINDOWED] < g[s.GROUPS]:
             elsewhere = most
+    if g[s.DROPS_HIT] and hits > 0:
+        hits -= 1
     for group in range(g[s.GROUPS]):
         skipped = behind_window(g, hits * g[s.BLOCK]) if kv.looks_back[group] else 0
         for at in range(skipped, hits):
@@ -179,9 +187,18 @@ def _reserved(g, tokens, hits):
 
 
 @inlined
+def _needed(g, tokens):
+    """Return how many blocks so many tokens take of a group, with those ahead of them."""
+    last = min(tokens + g[s.LOOKAHEAD], g[s.MAX_LENGTH])
+    return (last + g[s.BLOCK] - 1) // g[s.BLOCK]
+
+
+@inlined
 def _admit_waiting(g, w, sl, r, q, tr, kv, budget, threshold, defers):
     """Let those run who wait, as long as cap, budget and blocks allow; return if any did."""
     batch, block, any_admitted = batch_at(g, g[s.STEP]), g[s.BLOCK], False
+    # Who was admitted in this step is not among those that ran before.
+    carries, ran = g[s.CARRIES], w[batch + s.B_DECODES]
     while budget > 0 and g[s.WAITING] > 0 and g[s.RUNNING] < g[s.CAP]:
         where = head_of_queue(g, w, sl, r, q, tr)
         slot = w[g[s.AT_FRONT] + where] if where >= 0 else -1
@@ -194,7 +211,12 @@ def _admit_waiting(g, w, sl, r, q, tr, kv, budget, threshold, defers):
         before = hits * block
         if defers and before < tokens - 1:
             break
-        wanted = tokens - before
+        wanted, padded = tokens - before, 0
+        if pads(g, carries, ran, before, wanted):
+            padded = g[s.DRAFTS]
+            if wanted + padded > budget:
+                break
+            wanted += padded
         if 0 < threshold < wanted:
             wanted = threshold
         if not g[s.CHUNKS] and wanted > budget:
@@ -203,7 +225,7 @@ def _admit_waiting(g, w, sl, r, q, tr, kv, budget, threshold, defers):
         spare = g[s.FREE] - idle - (g[s.WATERMARK] if g[s.RUNNING] > 0 else 0)
         if g[s.RESERVES] and _reserved(g, tokens, hits) > spare:
             break
-        needed = (before + wanted + block - 1) // block
+        needed = _needed(g, before + wanted)
         if g[s.GROUPS] * (needed - hits) > spare:
             break
         if slot < 0:
@@ -221,16 +243,18 @@ def _admit_waiting(g, w, sl, r, q, tr, kv, budget, threshold, defers):
             sl[slot, s.JUNCTION] = elsewhere if g[s.JUNCTIONS] else 0
         grow(g, sl, r, kv, slot, needed)
         if g[s.IS_CACHED]:
-            cache_up_to(g, sl, kv, slot, before + wanted)
+            cache_up_to(g, sl, kv, slot, min(before + wanted, tokens))
         start_running(g, w, sl, slot)
         is_new = not sl[slot, s.RESUMED]
-        _count_in(w, batch, not is_new and answered > 0 and wanted <= 1, before, wanted)
+        is_decode = not is_new and answered > 0 and wanted <= 1 + padded
+        _count_in(w, batch, is_decode, before, wanted)
         if is_new:
             w[batch + s.B_CACHED] += before
         if before < tokens - 1:
             g[s.CARRIES] = 1
         sl[slot, s.COMPUTED] = before + wanted
         sl[slot, s.LATEST], sl[slot, s.PART] = g[s.STEP], wanted
+        drafts_of_step(g, sl, slot, padded, 0)
         sl[slot, s.MISSED] = 0
         if not _prefilled(g, w, sl, slot):
             sl[slot, s.STATE] = s.PREFILLS
@@ -278,14 +302,15 @@ def _schedule_running(g, x, w, sl, f, r, tr, kv, threshold, defers):
         held_blocks(g, sl, slot)
     if g[s.WINDOWED] and not g[s.IS_CACHED]:
         overtake(g, w, g[s.STEP])  # each slides by itself
-    budget, preempted, i, block = g[s.BUDGET], 0, 0, g[s.BLOCK]
+    budget, preempted, i = g[s.BUDGET], 0, 0
     while i < g[s.RUN_LENGTH] and budget > 0:
         slot = w[g[s.AT_RUN] + i]
         i += 1
         if slot < 0:
             continue
         decodes = sl[slot, s.STATE] == s.DECODES
-        if defers and not decodes:
+        prefills = sl[slot, s.STATE] == s.PREFILLS
+        if defers and prefills:
             continue
         if decodes:
             if sl[slot, s.END] < g[s.STEP]:
@@ -295,11 +320,13 @@ def _schedule_running(g, x, w, sl, f, r, tr, kv, threshold, defers):
         else:
             before = sl[slot, s.COMPUTED]
             known = sl[slot, s.PROMPT] + sl[slot, s.ANSWERED]
-            wanted = known - before
+            wanted = known - before if prefills else to_verify(g, sl, slot)
+            if wanted <= 0:
+                continue
             if 0 < threshold < wanted:
                 wanted = threshold
             wanted = min(wanted, budget)
-        needed = (before + wanted + block - 1) // block
+        needed = _needed(g, before + wanted)
         fits, omitted = True, 0
         slide(g, sl, kv, slot, settled_before(g, sl, slot))
         while g[s.GROUPS] * (needed - sl[slot, s.BLOCKS]) > g[s.FREE]:
@@ -320,7 +347,7 @@ def _schedule_running(g, x, w, sl, f, r, tr, kv, threshold, defers):
             if g[s.YIELDS]:
                 continue
             break
-        if not decodes:
+        if prefills:
             g[s.CARRIES] = 1
         grow(g, sl, r, kv, slot, needed)
         if g[s.IS_CACHED]:
@@ -331,6 +358,20 @@ def _schedule_running(g, x, w, sl, f, r, tr, kv, threshold, defers):
             omitted -= w[g[s.AT_RUN] + i] >= 0
             i += 1
     return budget, preempted
+
+
+@inlined
+def _note_prefill(g, w, sl, batch, slot, taken):
+    """Take note of what is computed of a running request's prompt."""
+    before = sl[slot, s.COMPUTED]
+    _count_in(w, batch, sl[slot, s.ANSWERED] > 0 and taken <= 1, before, taken)
+    sl[slot, s.COMPUTED] = before + taken
+    sl[slot, s.LATEST], sl[slot, s.PART] = g[s.STEP], taken
+    drafts_of_step(g, sl, slot, 0, 0)
+    if _prefilled(g, w, sl, slot):
+        g[s.PREFILLING] -= 1
+    else:
+        g[s.LAST_PREFILL] = slot
 
 
 @inner
@@ -363,16 +404,11 @@ def _note_running(g, x, w, sl, f, kv):
             sl[slot, s.MISSED] = 1
             g[s.MISSING] += 1
             decodes_on(g, w, sl, slot)
+        elif taken and sl[slot, s.STATE] == s.VERIFIES:
+            _count_in(w, batch, s.DECODES, sl[slot, s.COMPUTED], taken)
+            verify(g, w, sl, slot, taken)
         elif taken:
-            before = sl[slot, s.COMPUTED]
-            is_decode = sl[slot, s.ANSWERED] > 0 and taken <= 1
-            _count_in(w, batch, is_decode, before, taken)
-            sl[slot, s.COMPUTED] = before + taken
-            sl[slot, s.LATEST], sl[slot, s.PART] = step, taken
-            if _prefilled(g, w, sl, slot):
-                g[s.PREFILLING] -= 1
-            else:
-                g[s.LAST_PREFILL] = slot
+            _note_prefill(g, w, sl, batch, slot, taken)
 
 
 @inlined
@@ -461,6 +497,8 @@ def let_decode(g, w, sl, r, kv):
 @inlined
 def _schedule_calmly(g, w, sl, r, kv, threshold, defers):
     """Schedule running requests where their order does not matter; False where it does."""
+    if g[s.DRAFTS]:
+        return False
     block = g[s.BLOCK]
     needed = g[s.GROUPS] * w[g[s.AT_PHASES] + g[s.STEP] % block]
     if g[s.DECODING] > g[s.BUDGET] or g[s.MISSING] > 0 or needed > g[s.FREE]:

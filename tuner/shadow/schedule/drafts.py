@@ -1,0 +1,86 @@
+"""Requests that verify drafts: what they compute in a step, and what it brings out.
+
+A step brings out as many tokens as drafts are accepted, and one. With a batch ahead the next
+step is scheduled as if all were; what was not is taken back once it is known.
+
+Source: vLLM 0.32, vllm/v1/core/sched/scheduler.py, async_scheduler.py.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tuner.shadow.schedule import layout as s
+from tuner.shadow.schedule.batches import add_end, add_single
+from tuner.shadow.schedule.blocks import cache_up_to
+from tuner.shadow.schedule.layout import inlined, inner
+
+
+@inner
+def pads(g, carries, ran, before, wanted):
+    """Whether the only token left of who waits is padded to what a decoding request computes.
+
+    So that the batch stays of a single shape, where nothing of a prompt ran in it before.
+    """
+    fits = before + g[s.DRAFTS] + 2 <= g[s.MAX_LENGTH]
+    return g[s.DRAFTS] > 0 and wanted == 1 and not carries and (ran > 0 or before > 0) and fits
+
+
+@inner
+def drafts_of_step(g, sl, slot, drafted, of_drafts):
+    """Note how many tokens of the newest step are beside the one decoded, and are drafts."""
+    odd = g[s.STEP] & 1
+    sl[slot, s.DRAFTED + odd], sl[slot, s.OF_DRAFTS + odd] = drafted, of_drafts
+
+
+@inner
+def to_verify(g, sl, slot):
+    """Return how many tokens a request would compute; 0 once a step on its way ends it."""
+    known = sl[slot, s.PROMPT] + sl[slot, s.ANSWERED]
+    is_on_its_way = sl[slot, s.COMPUTED] >= known
+    if is_on_its_way and sl[slot, s.ANSWERED] + 1 >= sl[slot, s.OUTPUT]:
+        return 0
+    return min(1 + g[s.DRAFTS], g[s.MAX_LENGTH] - 1 - sl[slot, s.COMPUTED])
+
+
+@inner
+def verify(g, w, sl, slot, taken):
+    """Have the newest step verify drafts of a request, beside the token that it decodes."""
+    sl[slot, s.COMPUTED] += taken
+    drafts_of_step(g, sl, slot, taken - 1, taken - 1)
+    add_single(g, w, sl, g[s.STEP], slot)
+
+
+@inner
+def _uniform(row, number):
+    """Return the number from 0 to 1 that compat.scheduler draws for a request and its step.
+
+    Source: splitmix64, as there.
+    """
+    x = np.uint64(row) * np.uint64(0x9E3779B97F4A7C15)
+    x += np.uint64(number) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.float64(x ^ (x >> np.uint64(31))) * 2.0**-64
+
+
+@inlined
+def bring_out(g, w, t, sl, kv, step, slot):
+    """Take in how many drafts of a request are accepted, and let it end with its last token.
+
+    Beside its first token there are none. Who was preempted meanwhile gets its tokens too.
+    """
+    number, accepted, odd = sl[slot, s.ROUNDS], 0, step & 1
+    sl[slot, s.ROUNDS] = number + 1
+    if number > 0 and sl[slot, s.OF_DRAFTS + odd] > 0:
+        drawn = _uniform(sl[slot, s.ROW], number)
+        for i in range(sl[slot, s.OF_DRAFTS + odd]):
+            accepted += drawn < t[g[s.AT_RATES] + i]
+    sl[slot, s.ANSWERED] = min(sl[slot, s.ANSWERED] + 1 + accepted, sl[slot, s.OUTPUT])
+    if sl[slot, s.STATE] == s.VERIFIES:
+        sl[slot, s.COMPUTED] -= sl[slot, s.DRAFTED + odd] - accepted
+        if g[s.AHEAD] and g[s.IS_CACHED]:
+            known = sl[slot, s.PROMPT] + sl[slot, s.ANSWERED]
+            cache_up_to(g, sl, kv, slot, known - 1)
+    if sl[slot, s.ANSWERED] == sl[slot, s.OUTPUT]:
+        add_end(g, w, sl, step, slot)
