@@ -1,17 +1,22 @@
-"""Limits are lowered only where drafts leave them those of an engine started with them."""
+"""Which engines that draft have a shadow, and where their limits may be lowered."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.drafting import drafting_values
 from support.shadow_parts import a_shape
 from tuner.engine.compat import serve
 from tuner.engine.compat.core import limit_names
 from tuner.engine.compat.scheduler import kv_cache_config, scheduler_of
+from tuner.engine.compat.shape import read_shape, steady_drafts
 from tuner.engine.demo import demo_engine_args
 from tuner.engine.limits import EngineLimits
+from tuner.engine.shape import Drafts, EngineShape
+from tuner.errors import ShadowError
 
 pytestmark = pytest.mark.engine
 
@@ -85,3 +90,39 @@ def test_what_is_scheduled_is_the_limit_where_it_was_asked_for() -> None:
     config, arguments = resolved(CEILING, "ngram")
     arguments.max_num_scheduled_tokens = 700
     assert serve.config_limits(config, arguments) == EngineLimits(256, 700)
+
+
+def the_shape(config: Any) -> EngineShape:
+    """Return what is read off a running engine of a configuration."""
+    kv_cache = kv_cache_config(a_shape(block_size=16), 4000)
+    return read_shape(config, kv_cache, "CPU", serve.vllm_version())
+
+
+@pytest.mark.parametrize("given", [(), (0.8, 0.5, 0.3)])
+def test_heads_that_always_draft_alike_have_a_shadow(
+    given: tuple[float, ...], tmp_path: Path
+) -> None:
+    values = drafting_values(tmp_path, 3)
+    if given:
+        rates = {
+            "rejection_sample_method": "synthetic",
+            "synthetic_acceptance_rates": list(given),
+        }
+        values = {**values, "speculative-config": {**values["speculative-config"], **rates}}
+    config = serve.resolve_config(serve.parse_serve_values(values))
+    assert the_shape(config).drafts == Drafts("eagle", 3, given)
+    assert steady_drafts(config.speculative_config) == 3
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        ("ngram", "speculative decoding by ngram, which drafts by what the text is"),
+        ("draft_model", "speculative decoding by draft_model, whose drafts take slots"),
+    ],
+)
+def test_drafts_that_come_and_go_have_none(method: str, words: str) -> None:
+    config, _ = resolved(CEILING, method)
+    with pytest.raises(ShadowError, match=f"cannot stand in for an engine with {words}"):
+        the_shape(config)
+    assert steady_drafts(config.speculative_config) == 0

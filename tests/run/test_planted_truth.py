@@ -19,7 +19,7 @@ from support.schedule_cases import Case, random_case
 from support.virtual_time import PROCESS_S, PlantedProcess, on_virtual_time
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Batch
-from tuner.engine.shape import Graphs
+from tuner.engine.shape import Drafts, Graphs
 from tuner.replay.loop import Progress, ReplayLog, replay
 from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.run.listener import Listener
@@ -76,6 +76,7 @@ def planted(case: Case) -> ReplayLog:
         asynchronous=like.shape.asynchronous,
         # The simulator looks at no clock.
         says_late=False,
+        accepted=like.accepted,
     )
     engine = source.start({}, like.ceiling)
     engine.set_limits(case.limits)
@@ -97,6 +98,32 @@ def test_the_planted_engine_schedules_as_the_simulator_step_for_step(
         preempted += wanted.steps.preempted > 0
     assert compared > 100
     assert preempted > 5
+
+
+@pytest.mark.slow
+def test_the_planted_engine_verifies_drafts_as_the_simulator_does() -> None:
+    """Of which always as many are accepted, so that both draw the same."""
+    compared = preempted = 0
+    for seed in range(125):
+        case = plain(random_case(seed, has_drafts=True), asynchronous=False)
+        engine, tokens = case.engine, len(case.engine.accepted)
+        shape = replace(engine.shape, drafts=Drafts("eagle", tokens))
+        accepted = tuple(float(i <= seed % (tokens + 1)) for i in range(1, tokens + 1))
+        case = replace(case, engine=replace(engine, shape=shape, accepted=accepted))
+        # vLLM pads a prompt of one token, which no traffic of planted cases has.
+        case = replace(case, trace=at_least_two(case.trace))
+        wanted = simulated_case(case)
+        if isinstance(wanted, ReplayLog):
+            assert_same_replay(wanted, planted(case))
+            compared += 1
+            preempted += wanted.steps.preempted > 0
+    assert compared > 100
+    assert preempted > 2
+
+
+def at_least_two(trace: Trace) -> Trace:
+    """Return a trace without prompts of a single token."""
+    return replace(trace, prompt_tokens=np.maximum(2, trace.prompt_tokens), hashes=None)
 
 
 def test_a_step_pays_for_padding_for_eager_launches_and_for_uneven_contexts() -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from support.drafting import DraftingSource, drafting_values
+from support.optional import not_none
 from support.same_replay import compare_with_the_reference
 from support.shadow_files import a_profile, a_trace_file
 from support.shadow_parts import a_shape
@@ -16,10 +18,16 @@ from tuner.engine.shape import Drafts
 from tuner.errors import TooFewSamplesError, UsageError
 from tuner.replay.loop import ReplayLog
 from tuner.replay.plan import ReplayPlan
+from tuner.replay.process import EngineProcess
 from tuner.shadow.calibration import Calibration
 from tuner.shadow.predictor import Predictor
+from tuner.shadow.prepared import PreparedTrace
 from tuner.shadow.profiles import KvStart, Profile, read_profile, write_profile
+from tuner.shadow.simulated import SimulatedEngine
+from tuner.shadow.simulator import simulate
+from tuner.shadow.step_model import StepModel
 from tuner.traffic.formats import ReadOptions, read_traces
+from tuner.traffic.traces import LoadModel
 
 RATES = (0.8, 0.5, 0.3)
 LIMITS = EngineLimits(16, 2048)
@@ -90,3 +98,26 @@ def test_the_simulator_and_vllm_agree_on_drafts() -> None:
             assert found.kept_steps is not None
             drafted += int(np.sum(found.kept_steps.draft_tokens))
     assert min(steps, preempted, drafted) > 50
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_a_real_engine_takes_the_steps_that_are_predicted(tmp_path: Path) -> None:
+    """So many requests in flight at any time, whatever a step takes."""
+    trace = read_traces([str(a_trace_file(tmp_path / "trace.jsonl", 60))], None, ReadOptions())
+    plan = ReplayPlan(keep_steps=True, load_model=LoadModel.CLOSED, concurrency=6)
+    with EngineProcess(DraftingSource(rates=RATES), tmp_path / "engine.log") as host:
+        started = host.start(drafting_values(tmp_path, 3), LIMITS)
+        host.load("trace", trace, 0)
+        log = host.replay("trace", LIMITS, plan)
+    shape = not_none(started.shape)
+    seen = Calibration(shape, (), (), LIMITS, {}).and_brought(log.brought).accepted
+    assert seen == pytest.approx(RATES, abs=0.06)
+    model = StepModel.linear(0.01, 0.0, 0.0)
+    engine = SimulatedEngine(shape, started.info.num_blocks, model, LIMITS, seen)
+    predicted = simulate(engine, PreparedTrace(trace, plan), LIMITS, plan)
+    for count in ("steps", "prefill_tokens"):
+        live = getattr(log.steps, count)
+        assert getattr(predicted.steps, count) == pytest.approx(live, rel=0.05)
+    both = [float(not_none(one.kept_steps).draft_tokens.sum()) for one in (log, predicted)]
+    assert both[1] == pytest.approx(both[0], rel=0.05)

@@ -20,7 +20,7 @@ from tuner.engine.live import LiveEngine, LiveSource
 KERNEL = "_rejection_greedy_sample_kernel_impl"
 
 
-def drafting_values(folder: Path, tokens: int) -> dict[str, object]:
+def drafting_values(folder: Path, tokens: int) -> dict[str, Any]:
     """Return the configuration of the demo model with a head that drafts so many tokens."""
     model = json.loads((DEMO_MODEL_DIR / "config.json").read_text())
     head = {

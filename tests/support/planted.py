@@ -36,8 +36,6 @@ VLLM_VERSION: Final = "0.20.2"
 VOCAB_SIZE: Final = 1000
 
 BLOCK_BYTES: Final = 1 << 20
-DRAFT_RATIO: Final = 0.05
-"""What drafting a token takes, as a share of what is fixed in a step: ours, a head's layer."""
 # Activations at a start are more than what smaller budgets leave to the KV cache: ours; some
 # 128 kB a token of a 7B, of which a budget gave back 100 on an H200 (results/gpu_h200).
 ACTIVATION_TIMES: Final = 1.25
@@ -383,8 +381,6 @@ class PlantedEngine(GuardedEngine):
         if batch is None:
             return 0.0, formula.tidy_s
         fixed_s, grows_s = formula.parts_s(batch, longest, self._graphs)
-        if batch.decode_seqs:
-            fixed_s *= 1 + DRAFT_RATIO * self._info.draft_tokens
         launch_s = formula.launch_s(batch, self._graphs) if source.asynchronous else 0.0
         if mood is None:
             fixed, grows = source.times

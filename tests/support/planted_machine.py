@@ -16,6 +16,9 @@ import numpy as np
 from tuner.engine.protocol import Batch
 from tuner.engine.shape import NO_GRAPHS, Graphs
 
+DRAFT_RATIO: Final = 0.05
+"""What drafting a token takes, as a share of what is fixed in a step: ours, a head's layer."""
+
 
 class StepFormula(Protocol):
     """What says how long a batch takes, apart into what is fixed and what grows with it."""
@@ -70,7 +73,8 @@ class Machine:
     graph; without one it is launched eagerly, which takes `eager_s` longer. Decodes attend to
     `context_s` a token, and wait for the longest of them `uneven_s` for each token by which it
     is longer than their mean; beside a prompt that takes `beside_times` as long. Prompts take
-    `pair_s` for each pair of tokens, and the host `host_s` a step. With a `host` that launches
+    `pair_s` for each pair of tokens, and the host `host_s` a step; each draft of a sequence
+    DRAFT_RATIO of what is fixed. With a `host` that launches
     ahead a step takes neither `host_s` nor `eager_s`, but what launching does where that is
     longer. None of it is fitted to a device: ours, of the order of an H100 with a model of 8
     or 70 billion weights, and of a server's CPU with a small one. On an RTX PRO 6000 the wait
@@ -104,6 +108,8 @@ class Machine:
         tokens, fixed_s = padded or batch.tokens, self.memory_s
         if self.host is None:
             fixed_s += self.host_s + self.eager_s * (padded is None)
+        if batch.draft_tokens:
+            fixed_s *= 1 + DRAFT_RATIO * batch.draft_tokens / batch.decode_seqs
         # The p-norm of both bounds, less the one of them that is fixed.
         bound = self.token_s * tokens / self.memory_s
         over = self.memory_s * ((1.0 + bound**self.sharpness) ** (1 / self.sharpness) - 1.0)

@@ -338,7 +338,8 @@ class SchedulerCore:
 def _admitted(scheduler_output: Any) -> set[str]:
     """Return the requests that a step begins with, or goes on with after a preemption."""
     new = {request.req_id for request in scheduler_output.scheduled_new_reqs}
-    return new | set(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
+    resumed = getattr(scheduler_output.scheduled_cached_reqs, "resumed_req_ids", ())
+    return new | set(resumed)
 
 
 def _uniform(row: int, number: int) -> float:
