@@ -15,6 +15,7 @@ from support.run_parts import a_profile
 from tuner.cli.commands import tune as command
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Batch
+from tuner.engine.shape import Drafts
 from tuner.engine.steps import StepColumns
 from tuner.errors import ShadowError, TooFewSamplesError, UsageError
 from tuner.replay.plan import ReplayPlan
@@ -32,7 +33,7 @@ H200 = ROOT / "profiles" / "gpu" / "meta-llama-3.1-8b.1xh200_sxm.yaml"
     ("text", "anchor"),
     [
         ("itl=12.3ms@running=14", Anchor(0.0123, 14.0)),
-        ("tpot=0.02s @ running=3.5, context=2500", Anchor(0.02, 3.5, 2500)),
+        ("tpot=0.02s @ running=3.5, context=2500", Anchor(0.02, 3.5, 2500, of_tokens=True)),
         (
             "itl=9ms@running=8,prompt=900,output=300",
             Anchor(0.009000000000000001, 8.0, 1050, 900, 300),
@@ -366,3 +367,21 @@ def test_what_a_closed_loop_shows_of_a_profile_is_what_it_predicts(
     anchor = Anchor(itl_s, running, prompt + output // 2, prompt, output)
     _, found = by_anchor(profile, anchor, at)
     assert found.ratio == pytest.approx(1.0, abs=0.04)
+
+
+@pytest.mark.parametrize("lengths", ["", ",prompt=900,output=300"])
+def test_of_an_engine_that_drafts_a_step_brings_more_than_a_token(lengths: str) -> None:
+    """As dashboards have it: the time between outputs is of steps, tpot is of tokens."""
+    profile = read_profile(H200)
+    shape = replace(profile.shape, drafts=Drafts("eagle3", 2), asynchronous=False)
+    profile = replace(profile, shape=shape, accepted=(0.75, 0.25))
+    step_s, token_s = (
+        Anchor.parse(f"{name}=9ms@running=8{lengths}").predicted_s(
+            profile, EngineLimits(64, 8192)
+        )
+        for name in ("itl", "tpot")
+    )
+    assert step_s == pytest.approx(2 * token_s)
+    # Drafts are verified beside each token, which takes a step a little longer.
+    plain = Anchor.parse(f"itl=9ms@running=8{lengths}").predicted_s(read_profile(H200), at)
+    assert plain <= step_s < 1.2 * plain

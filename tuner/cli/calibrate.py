@@ -24,6 +24,7 @@ from tuner.shadow.rebuilt import rebuild_all
 from tuner.shadow.recorded import RecordedRequests, Server, check_usable, read_steps
 from tuner.shadow.served import by_recording
 from tuner.shadow.step_model import StepModel
+from tuner.traffic.prometheus.token_times import TokenTimes
 from tuner.traffic.traces import Aborted
 
 
@@ -111,7 +112,8 @@ def _corrected(source: ProfiledEngine, options: CalibrateOptions) -> tuple[Profi
     """Return the profile as what was named corrects it. Raises: TunerError."""
     profile = source.profile
     if options.prometheus is not None:
-        return by_anchor(profile, _measured(options.prometheus), _served(source, options))
+        seen = options.prometheus.token_times()
+        return by_anchor(profile, _measured(seen), _served(source, options), seen.accepted)
     if options.anchor is not None:
         return by_anchor(profile, options.anchor, _served(source, options))
     if options.steps:
@@ -153,9 +155,8 @@ def _check_engine(profile: Profile, server: Server) -> None:
         )
 
 
-def _measured(server: PrometheusOptions) -> Anchor:
-    """Return the point that production's metrics show. Raises: UsageError."""
-    found = server.token_times()
+def _measured(found: TokenTimes) -> Anchor:
+    """Return the point that production's metrics show."""
     prompt = round(found.prompt_tokens)
     return Anchor(
         found.itl_s,

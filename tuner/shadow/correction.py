@@ -26,7 +26,7 @@ from tuner.replay.plan import ReplayPlan
 from tuner.shadow.fit import MIN_STEPS, undistorted
 from tuner.shadow.launches import on_device
 from tuner.shadow.predictor import Predictor
-from tuner.shadow.profiles import Profile
+from tuner.shadow.profiles import Profile, drafts_words
 from tuner.shadow.speed import Uncertainty
 from tuner.shadow.step_model import TERMS, StepModel
 from tuner.stats import Floats
@@ -49,7 +49,7 @@ LEVEL, WRONG_RATIO = 0.05, 0.10
 said to be then: ours; of published points half come within 5 %, four in five within 10 %."""
 
 _FORM = re.compile(
-    r"(?:itl|tpot)=(?P<time>[^@,]+)@running=(?P<running>\d+(?:\.\d*)?|\.\d+)"
+    r"(?P<name>itl|tpot)=(?P<time>[^@,]+)@running=(?P<running>\d+(?:\.\d*)?|\.\d+)"
     r"(?P<more>(?:,[a-z]+=\d{1,9})*)"
 )
 _MORE: Final = ("context", "prompt", "output")
@@ -99,7 +99,8 @@ class Anchor:
     `context_tokens` is how much each of them attended to in the mean. Where the lengths of
     requests are known, each token's time holds its share of others' prompts: `prompt_tokens`
     are those that a request computes, 0 where only decoding counts. What it attended to besides
-    them and half of its answer, the prefix cache held.
+    them and half of its answer, the prefix cache held. Of an engine that drafts it is the time
+    between two steps of a request, or where it is `of_tokens` (tpot) between two tokens.
 
     Units: seconds.
     Raises: UsageError for a time or a number that cannot be.
@@ -110,6 +111,7 @@ class Anchor:
     context_tokens: int = CONTEXT_TOKENS
     prompt_tokens: int = 0
     output_tokens: int = 0
+    of_tokens: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what cannot have been measured."""
@@ -161,6 +163,7 @@ class Anchor:
             lengths.get("context", middle),
             prompt,
             output,
+            found["name"] == "tpot",
         )
 
     def __str__(self) -> str:
@@ -171,7 +174,8 @@ class Anchor:
             else ""
         )
         return (
-            f"itl={self.itl_s * 1e3:.4g}ms@running={self.running:.4g},"
+            f"{'tpot' if self.of_tokens else 'itl'}={self.itl_s * 1e3:.4g}ms"
+            f"@running={self.running:.4g},"
             f"context={self.context_tokens}{lengths}"
         )
 
@@ -207,20 +211,24 @@ class Anchor:
             )
 
     def _step_s(self, profile: Profile, limits: EngineLimits, running: int) -> float:
-        """Return the mean time between tokens with so many requests running.
+        """Return the mean time between steps or tokens with so many requests running.
 
         As a closed loop of them has it, where their lengths are known; else of decodes alone.
         """
         seqs = min(max(running, 1), limits.max_num_seqs)
+        brings = 1 + sum(profile.accepted)
         if not self.prompt_tokens:
-            batch = Batch(seqs, 0, 0, seqs * self.context_tokens, 0, 0, 0)
-            return profile.step_model_at(limits).interval_s(batch)
+            drafts = seqs * profile.shape.draft_tokens
+            batch = Batch(seqs, 0, 0, seqs * self.context_tokens, 0, 0, 0, 0.0, drafts)
+            step_s = profile.step_model_at(limits).interval_s(batch)
+            return step_s / brings if self.of_tokens else step_s
         plan = ReplayPlan(load_model=LoadModel.CLOSED, concurrency=seqs)
         shape = profile.shape
         trace = self._requests(TURNS * seqs, shape.max_model_len, shape.block_size)
         lines = Predictor(profile).replay(trace, limits, plan).timelines
         gaps = float((trace.output_tokens - 1).sum())
-        return float((lines.last_s - lines.first_s).sum()) / gaps
+        token_s = float((lines.last_s - lines.first_s).sum()) / gaps
+        return token_s if self.of_tokens else token_s * brings
 
     def _requests(self, count: int, longest: int, block_size: int) -> Trace:
         """Return so many requests of about the lengths that are known in the mean.
@@ -249,10 +257,11 @@ class Anchor:
 
 @dataclass(frozen=True, slots=True)
 class Anchored:
-    """By how much a point has corrected a profile."""
+    """By how much a point has corrected a profile, and which drafts are `accepted` by now."""
 
     anchor: Anchor
     predicted_s: float
+    accepted: tuple[float, ...] = ()
 
     @property
     def ratio(self) -> float:
@@ -265,29 +274,36 @@ class Anchored:
             "anchor": str(self.anchor),
             "predicted_itl_s": self.predicted_s,
             "ratio": self.ratio,
+            **({"accepted": list(self.accepted)} if self.accepted else {}),
         }
 
     def lines(self) -> Iterator[str]:
         """Yield what was corrected for people."""
+        if self.accepted:
+            yield drafts_words(self.accepted)
+        what = "step" if self.accepted and not self.anchor.of_tokens else "token"
         yield (
-            f"a token takes {self.anchor.itl_s * 1e3:.2f} ms with {self.anchor.running:.4g} "
+            f"a {what} takes {self.anchor.itl_s * 1e3:.2f} ms with {self.anchor.running:.4g} "
             f"requests running, predicted were {self.predicted_s * 1e3:.2f} ms"
         )
         yield f"every step takes {self.ratio:.2f} times as long as the profile said"
 
 
 def by_anchor(
-    profile: Profile, anchor: Anchor, limits: EngineLimits
+    profile: Profile, anchor: Anchor, limits: EngineLimits, accepted: Sequence[float] = ()
 ) -> tuple[Profile, Anchored]:
     """Return the profile whose steps take as long as was measured, and what that changed.
 
-    `limits` are those that were served.
+    `limits` are those that were served, `accepted` the rates at which drafts were, empty where
+    nobody knows.
 
     Raises: ShadowError for a point that cannot be at the limits, or is too far from the
-        profile.
+        profile, or for drafts of another number.
     """
     anchor.check_fits(profile, limits)
-    found = Anchored(anchor, anchor.predicted_s(profile, limits))
+    if accepted:
+        profile = _that_accepts(profile, tuple(accepted))
+    found = Anchored(anchor, anchor.predicted_s(profile, limits), profile.accepted)
     check_near(
         profile,
         found.ratio,
@@ -298,6 +314,18 @@ def by_anchor(
     # The point does not tell the host from the device: it is met whichever is the slower one.
     slower, by = methodcaller("slower", found.ratio), str(anchor)
     return corrected(profile, slower, by, wrong, _narrowed(profile), found.ratio), found
+
+
+def _that_accepts(profile: Profile, accepted: tuple[float, ...]) -> Profile:
+    """Return the profile whose drafts are accepted so often. Raises: ShadowError."""
+    drafts = profile.shape.draft_tokens
+    if len(accepted) != drafts:
+        raise ShadowError(
+            f"production verifies {len(accepted)} drafts a step, the profile's engine "
+            f"{drafts or 'none'}",
+            "name the profile of the configuration that is served, with its speculative-config",
+        )
+    return replace(profile, accepted=accepted)
 
 
 def _wrong_at_a_point(profile: Profile, moved: float) -> float:

@@ -244,6 +244,17 @@ def check_fits(
     ]
 
 
+def drafts_words(accepted: Sequence[float]) -> str:
+    """Return what drafts bring an answer in a step, in words.
+
+    >>> drafts_words((0.8, 0.5))
+    'a step brings an answer 2.30 tokens, its drafts accepted at 80%, 50%'
+    """
+    rates = ", ".join(f"{rate:.0%}" for rate in accepted)
+    brings = 1 + sum(accepted)
+    return f"a step brings an answer {brings:.2f} tokens, its drafts accepted at {rates}"
+
+
 def write_profile(path: Path, profile: Profile) -> None:
     """Write the profile whole or not at all: what stood there before survives a full disk.
 

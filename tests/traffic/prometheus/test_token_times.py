@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +14,22 @@ from support.paths import ROOT
 from support.prometheus_parts import need_prometheus, scraped, with_history
 from support.prometheus_past import END_S, SCRAPES_S, START_S, PastEngine
 from tuner.cli.commands import tune as command
+from tuner.engine.shape import Drafts
 from tuner.errors import UsageError
-from tuner.shadow.profiles import read_profile
-from tuner.traffic.prometheus.token_times import NAMES, TokenTimes, token_times
+from tuner.shadow.profiles import read_profile, write_profile
+from tuner.traffic.prometheus.token_times import (
+    ACCEPTED,
+    DRAFTS,
+    NAMES,
+    TokenTimes,
+    token_times,
+)
 
 L40S = ROOT / "profiles" / "gpu" / "meta-llama-3.1-8b.1xl40s.yaml"
 RUNNING, PROMPT, OUTPUT = 12, 800, 400
 # PastEngine answers a token each 20 ms.
 ITL_S = 0.02
+RATES = (0.8, 0.5, 0.3)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,6 +37,7 @@ class DecodingEngine(PastEngine):
     """A past in which the tokens between requests' first and last were timed."""
 
     name: str = NAMES[0]
+    rates: tuple[float, ...] = ()
 
     def lines(self) -> list[str]:
         """Return the history with the times between tokens, and all in flight running."""
@@ -43,11 +52,17 @@ class DecodingEngine(PastEngine):
                 f"{self.name}_sum{{{own}}} {ITL_S * count} {at_s:.3f}",
                 f"{self.name}_count{{{own}}} {count} {at_s:.3f}",
             ]
+            if self.rates:
+                found.append(f"{DRAFTS}{{{own}}} {count} {at_s:.3f}")
+            found += [
+                f'{ACCEPTED}{{{own},position="{i}"}} {int(rate * count)} {at_s:.3f}'
+                for i, rate in enumerate(self.rates)
+            ]
         return found
 
 
 def steady(
-    model: str, until_s: float = END_S, output: int = OUTPUT, **more: str
+    model: str, until_s: float = END_S, output: int = OUTPUT, **more: object
 ) -> DecodingEngine:
     """Return a server in which a dozen requests ran at any time, and then none."""
     arrived_s = np.arange(START_S, until_s, ITL_S * OUTPUT / RUNNING, dtype=np.float64)
@@ -69,6 +84,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         steady("steady"),
         steady("idle-later", START_S + 1800, name=NAMES[1]),
         steady("hardly", START_S + 2),
+        steady("drafts", rates=RATES),
         steady("pair", instance="a:1"),
         steady("pair", output=OUTPUT // 2, instance="b:1"),
     )
@@ -112,3 +128,35 @@ def test_the_command_corrects_by_what_prometheus_shows(url: str, tmp_path: Path)
     assert done.exit_code == 0, done.output
     assert f"a token takes {1e3 * ITL_S:.2f} ms with 11.9" in done.stdout
     assert f"corrected by itl={1e3 * ITL_S:.0f}ms@running=11.9" in read_profile(output).origin
+
+
+def test_how_often_drafts_were_accepted_is_known_by_their_place(url: str) -> None:
+    assert measured(url, "drafts").accepted == pytest.approx(RATES, abs=0.001)
+    assert measured(url, "steady").accepted == ()
+
+
+def test_a_profile_takes_the_rates_at_which_production_accepts(
+    url: str, tmp_path: Path
+) -> None:
+    """Of a step's time is known what it was; how much it brings is another matter."""
+    profile = tmp_path / "profile.yaml"
+    drafting = read_profile(L40S)
+    shape = replace(drafting.shape, drafts=Drafts("eagle3", 3))
+    write_profile(profile, replace(drafting, shape=shape, accepted=(0.3, 0.1, 0.0)))
+    output = tmp_path / "mine.yaml"
+    words = ["calibrate", "--prometheus", url, "--since", "20h", "-o", str(output)]
+    words += ["--profile", str(profile), "--model"]
+    done = CliRunner().invoke(command, [*words, "drafts"])
+    assert done.exit_code == 0, done.output
+    assert "brings an answer 2.60 tokens, its drafts accepted at 80%, 50%, 30%" in done.stdout
+    assert f"a step takes {1e3 * ITL_S:.2f} ms with 11.9" in done.stdout
+    assert read_profile(output).accepted == pytest.approx(RATES, abs=0.001)
+    # Where Prometheus counts none, those of the profile stay.
+    done = CliRunner().invoke(command, [*words, "steady"])
+    assert done.exit_code == 0, done.output
+    assert read_profile(output).accepted == (0.3, 0.1, 0.0)
+    plain = [word if word != str(profile) else str(L40S) for word in words]
+    done = CliRunner().invoke(command, [*plain, "drafts"])
+    assert "production verifies 3 drafts a step, the profile's engine none" in str(
+        done.exception
+    )

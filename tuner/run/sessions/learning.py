@@ -22,7 +22,13 @@ from tuner.search.judging import TIE_LOSS
 from tuner.search.race import RaceDecision, RaceVerdict
 from tuner.shadow.agreement import compare, together
 from tuner.shadow.predictor import Predictor
-from tuner.shadow.profiles import Agreement, Profile, read_profile, write_profile
+from tuner.shadow.profiles import (
+    Agreement,
+    Profile,
+    drafts_words,
+    read_profile,
+    write_profile,
+)
 from tuner.shadow.reference import REPLAY_S, replay_reference
 from tuner.traffic.windows import busiest
 
@@ -118,9 +124,9 @@ class Learning:
             profile = replace(profile, agreement=agreement or profile.agreement)
             self.keep(profile)
         wrong = self.predictor_of(profile).wrong_ratio
+        brings = f"; {drafts_words(profile.accepted)}" if profile.accepted else ""
         self.context.listener.note(
-            f"step model from {profile.fit.steps} steps, wrong by {wrong:.1%}"
-            f"{drafts_text(profile)}"
+            f"step model from {profile.fit.steps} steps, wrong by {wrong:.1%}{brings}"
         )
         stretched = 0.0
         if given is None:
@@ -205,12 +211,3 @@ class Learning:
             calibration = self.calibrator.calibration.and_start(limits, num_blocks)
             self.calibrator.calibration = calibration
         self.keep(replace(read_profile(path), kv_starts=self.calibrator.calibration.starts))
-
-
-def drafts_text(profile: Profile) -> str:
-    """Return what drafts bring an answer in a step, in words; nothing where there are none."""
-    if not profile.accepted:
-        return ""
-    rates = ", ".join(f"{rate:.0%}" for rate in profile.accepted)
-    brings = 1 + sum(profile.accepted)
-    return f"; a step brings an answer {brings:.2f} tokens, its drafts accepted at {rates}"

@@ -1,8 +1,8 @@
-"""How long a token took while how many requests ran, from Prometheus."""
+"""How long a token took while how many requests ran, and how many drafts were accepted."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -33,6 +33,11 @@ NAMES: Final = ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_
 """The time between two tokens, by its present name and that of before.
 Source: vllm/v1/metrics/loggers.py."""
 
+DRAFTS: Final = "vllm:spec_decode_num_drafts_total"
+ACCEPTED: Final = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+"""How often requests had drafts verified, and how often that of each position was accepted.
+Source: vllm/v1/spec_decode/metrics.py."""
+
 MIN_TOKENS: Final = 2000
 """Ours: the mean of as many is known within 2 %, if they differ by as much as their mean."""
 
@@ -41,6 +46,8 @@ MIN_TOKENS: Final = 2000
 class TokenTimes:
     """The mean time between two tokens, and what the engine did meanwhile.
 
+    Of an engine that drafts it is the time between two steps of a request, and `accepted` are
+    the rates at which the first draft is accepted, the first two and so on; empty of others.
     `running` is how many requests ran, in the mean over the tokens: each token's step took as
     long as its own batch made it. `prompt_tokens` are those of a request that the prefix cache
     did not hold, and `cached_tokens` those that it held.
@@ -53,6 +60,7 @@ class TokenTimes:
     prompt_tokens: float
     output_tokens: float
     cached_tokens: float = 0.0
+    accepted: tuple[float, ...] = ()
 
 
 def token_times(
@@ -75,6 +83,7 @@ def token_times(
             mean_of(server, span, chosen, name) or 0.0 for name in (PROMPT, OUTPUT)
         )
         hits = read_prefix_hits(server, span, chosen)
+        accepted = _accepted(server.over(chosen.query(f"{DRAFTS}|{ACCEPTED}"), span))
     count = sum(float(rises.sum()) for rises in tokens.values())
     if count < MIN_TOKENS or running is None:
         raise UsageError(
@@ -85,7 +94,7 @@ def token_times(
         )
     held = 0.0 if hits is None else hits.ratio
     missed = max(1.0, (1.0 - held) * prompt)
-    return TokenTimes(seconds / count, running, missed, output, held * prompt)
+    return TokenTimes(seconds / count, running, missed, output, held * prompt, accepted)
 
 
 def _tokens(
@@ -99,6 +108,21 @@ def _tokens(
             counts = [s for s in found if s.name == f"{name}_count"]
             return sum(rise(s.values) for s in sums), by_engine(counts, rises_by_reading)
     return 0.0, {}
+
+
+def _accepted(found: Sequence[Series]) -> tuple[float, ...]:
+    """Return how often the draft of each position was accepted, empty where none was made."""
+    drafted = sum(rise(series.values) for series in found if series.name == DRAFTS)
+    if not drafted:
+        return ()
+    taken: dict[int, float] = {}
+    for series in found:
+        if series.name == ACCEPTED:
+            position = int(series.labels.get("position", 0))
+            taken[position] = taken.get(position, 0.0) + rise(series.values)
+    rates = [min(1.0, taken[position] / drafted) for position in sorted(taken)]
+    # Counters are not read at the same instant: what is counted a little later is no more.
+    return tuple(np.minimum.accumulate(rates).tolist())
 
 
 def _running(found: Iterable[Series], tokens: Mapping[Key, Floats]) -> float | None:
