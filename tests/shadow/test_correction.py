@@ -374,11 +374,9 @@ def test_of_an_engine_that_drafts_a_step_brings_more_than_a_token(lengths: str) 
     """As dashboards have it: the time between outputs is of steps, tpot is of tokens."""
     profile = read_profile(H200)
     shape = replace(profile.shape, drafts=Drafts("eagle3", 2), asynchronous=False)
-    profile = replace(profile, shape=shape, accepted=(0.75, 0.25))
+    profile, at = replace(profile, shape=shape, accepted=(0.75, 0.25)), EngineLimits(64, 8192)
     step_s, token_s = (
-        Anchor.parse(f"{name}=9ms@running=8{lengths}").predicted_s(
-            profile, EngineLimits(64, 8192)
-        )
+        Anchor.parse(f"{name}=9ms@running=8{lengths}").predicted_s(profile, at)
         for name in ("itl", "tpot")
     )
     assert step_s == pytest.approx(2 * token_s)

@@ -133,6 +133,7 @@ def _varies(config: Any) -> str:
         return ""
     method = getattr(config, "method", None)
     named = f"speculative decoding by {method}"
+    has_modules = getattr(config, "use_multi_module_mtp", None)
     reasons = (
         # A recording says no more of it.
         ("speculative decoding", method is None),
@@ -143,6 +144,8 @@ def _varies(config: Any) -> str:
             _has(config, "num_speculative_tokens_per_batch_size"),
         ),
         (f"{named} that keeps its last block", _has(config, "disable_eagle_block_drop")),
+        # Several modules read further ahead, and no part of a prompt ends near its end.
+        (f"{named} by several modules", has_modules is not None and has_modules()),
     )
     return next((words for words, holds in reasons if holds), "")
 
