@@ -94,3 +94,19 @@ def test_that_a_stretch_is_not_kept_up_with_is_not_told_of_all_the_traffic(
             assert {Caveat.NOT_SUSTAINED, Caveat.WINDOWED} <= set(found)
             assert (Caveat.NOT_SUSTAINED in run.context.caveat_texts) is not is_of_all
     assert "of the stretch" in run.context.caveat_texts[Caveat.NOT_SUSTAINED]
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_where_time_ended_the_climb_larger_caps_are_not_what_is_missing(
+    tmp_path: Path, *, is_cut: bool
+) -> None:
+    trace, limits = steady(120, per_s=200.0, prompt=100, output=40), EngineLimits(4, 2048)
+    with a_run(tmp_path, trace, a_space(limits), ToySource()) as run:
+        run.runner.measure(limits, Phase.CURRENT, run.workload, CutRule())
+        session = Session.of(run.runner, {}, lambda _: pytest.fail("nothing is predicted"))
+        run.context.caveats.update({Caveat.BUDGET_SPENT} if is_cut else ())
+        kept = RaceDecision(RaceVerdict.KEEP, limits, limits, (limits,), None, 0, "it is")
+        assert Caveat.AT_SPACE_EDGE in session.caveats(kept)
+        text = run.context.caveat_texts.get(Caveat.AT_SPACE_EDGE, Caveat.AT_SPACE_EDGE.text)
+    assert ("with a longer --budget the search climbs on" in text) is is_cut
+    assert ("--max-num-seqs go beyond it" in text) is not is_cut
