@@ -18,7 +18,7 @@ from tuner.engine.steps import StepColumns, joined
 from tuner.errors import Caveat, ShadowError, TooFewSamplesError
 from tuner.shadow.fit import Fit, fit, host_of, model_of, times_as_long, undistorted
 from tuner.shadow.launches import PASSES, on_device
-from tuner.shadow.profiles import KvStart, Profile
+from tuner.shadow.profiles import KvStart, Profile, drafts_words
 from tuner.shadow.speed import Speed
 from tuner.shadow.speed_fit import learn, with_host
 from tuner.shadow.step_model import StepModel
@@ -239,13 +239,14 @@ class StatedError:
     """How wrong the predictions of a profile are said to be, and the caveats they carry.
 
     `is_corrected` says that a derived profile was corrected since by what its engine does,
-    `doubts` why it may be further off than others.
+    `doubts` why it may be further off than others, `accepted` at which rates drafts are.
     """
 
     wrong_ratio: float
     caveats: tuple[Caveat, ...] = ()
     is_corrected: bool = False
     doubts: tuple[str, ...] = ()
+    accepted: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, profile: Profile, *, is_forced: bool = False) -> StatedError:
@@ -253,7 +254,8 @@ class StatedError:
         holds = {Caveat.DERIVED: bool(profile.origin), Caveat.PROFILE_FORCED: is_forced}
         said = (caveat for caveat, applies in holds.items() if applies)
         caveats = (*profile.caveats, *said)
-        return cls(error_ratio(profile), caveats, profile.is_corrected, profile.doubts)
+        wrong, doubts = error_ratio(profile), profile.doubts
+        return cls(wrong, caveats, profile.is_corrected, doubts, profile.accepted)
 
     @property
     def texts(self) -> dict[Caveat, str]:
@@ -263,6 +265,8 @@ class StatedError:
             wrong = f"{100 * self.wrong_ratio:.0f} % wrong"
             expected = f"; corrected since by what its engine does, it is taken to be {wrong}"
         own = {Caveat.DERIVED: "; ".join((expected, *self.doubts))}
+        if self.accepted:
+            own[Caveat.DRAFTS_ON_RANDOM_TEXT] = f"; there {drafts_words(self.accepted)}"
         return {caveat: f"{caveat.text}{own.get(caveat, '')}" for caveat in self.caveats}
 
     @property

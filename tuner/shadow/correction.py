@@ -21,7 +21,7 @@ import numpy as np
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Batch
 from tuner.engine.steps import StepColumns, joined
-from tuner.errors import ShadowError, TooFewSamplesError, UsageError
+from tuner.errors import Caveat, ShadowError, TooFewSamplesError, UsageError
 from tuner.replay.plan import ReplayPlan
 from tuner.shadow.fit import MIN_STEPS, undistorted
 from tuner.shadow.launches import on_device
@@ -325,7 +325,8 @@ def _that_accepts(profile: Profile, accepted: tuple[float, ...]) -> Profile:
             f"{drafts or 'none'}",
             "name the profile of the configuration that is served, with its speculative-config",
         )
-    return replace(profile, accepted=accepted)
+    caveats = tuple(c for c in profile.caveats if c is not Caveat.DRAFTS_ON_RANDOM_TEXT)
+    return replace(profile, accepted=accepted, caveats=caveats)
 
 
 def _wrong_at_a_point(profile: Profile, moved: float) -> float:

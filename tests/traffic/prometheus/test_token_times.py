@@ -15,7 +15,7 @@ from support.prometheus_parts import need_prometheus, scraped, with_history
 from support.prometheus_past import END_S, SCRAPES_S, START_S, PastEngine
 from tuner.cli.commands import tune as command
 from tuner.engine.shape import Drafts
-from tuner.errors import UsageError
+from tuner.errors import Caveat, UsageError
 from tuner.shadow.profiles import read_profile, write_profile
 from tuner.traffic.prometheus.token_times import (
     ACCEPTED,
@@ -142,7 +142,8 @@ def test_a_profile_takes_the_rates_at_which_production_accepts(
     profile = tmp_path / "profile.yaml"
     drafting = read_profile(L40S)
     shape = replace(drafting.shape, drafts=Drafts("eagle3", 3))
-    write_profile(profile, replace(drafting, shape=shape, accepted=(0.3, 0.1, 0.0)))
+    drafting = replace(drafting, shape=shape, accepted=(0.3, 0.1, 0.0))
+    write_profile(profile, replace(drafting, caveats=(Caveat.DRAFTS_ON_RANDOM_TEXT,)))
     output = tmp_path / "mine.yaml"
     words = ["calibrate", "--prometheus", url, "--since", "20h", "-o", str(output)]
     words += ["--profile", str(profile), "--model"]
@@ -151,10 +152,12 @@ def test_a_profile_takes_the_rates_at_which_production_accepts(
     assert "brings an answer 2.60 tokens, its drafts accepted at 80%, 50%, 30%" in done.stdout
     assert f"a step takes {1e3 * ITL_S:.2f} ms with 11.9" in done.stdout
     assert read_profile(output).accepted == pytest.approx(RATES, abs=0.001)
+    assert "another rate than of yours" not in done.stdout
     # Where Prometheus counts none, those of the profile stay.
     done = CliRunner().invoke(command, [*words, "steady"])
     assert done.exit_code == 0, done.output
     assert read_profile(output).accepted == (0.3, 0.1, 0.0)
+    assert "numbers; there a step brings an answer 1.40 tokens" in done.stdout
     plain = [word if word != str(profile) else str(L40S) for word in words]
     done = CliRunner().invoke(command, [*plain, "drafts"])
     assert "production verifies 3 drafts a step, the profile's engine none" in str(

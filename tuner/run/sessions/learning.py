@@ -125,6 +125,9 @@ class Learning:
             self.keep(profile)
         wrong = self.predictor_of(profile).wrong_ratio
         brings = f"; {drafts_words(profile.accepted)}" if profile.accepted else ""
+        random_text = Caveat.DRAFTS_ON_RANDOM_TEXT
+        if random_text in self.context.caveats:
+            self.context.caveat_texts[random_text] = f"{random_text.text}{brings}"
         self.context.listener.note(
             f"step model from {profile.fit.steps} steps, wrong by {wrong:.1%}{brings}"
         )
