@@ -58,7 +58,7 @@ def kept(out: Path, stage: str) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_its_stages_measure_keep_and_go_on(tmp_path: Path) -> None:
-    wanted = ("doctor", "starts", "truth-qwen", "race", "overhead", "derived")
+    wanted = ("doctor", "starts", "truth-qwen", "truth-drafts", "race", "overhead", "derived")
     only = [word for stage in wanted for word in ("--only", stage)]
     said = run(tmp_path, "--slice", "45m", *only)
     for stage in wanted:

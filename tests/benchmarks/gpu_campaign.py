@@ -144,6 +144,7 @@ def stages() -> tuple[Stage, ...]:
         true("truth-eager", 170),
         true("truth-llama", 270),
         true("truth-sync", 160),
+        true("truth-drafts", 200),
         true("truth-windows", 200),
         Stage("overhead", overhead, 120, lambda r: f"replay/LLM.generate {r['ratio']:.3f}"),
         Stage("sweep", sweep, 120, lambda r: f"one point by a restart {r['each_s']:.0f} s"),

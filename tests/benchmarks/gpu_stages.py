@@ -19,6 +19,7 @@ import shadow_truth
 import truth_figures
 from shadow_truth import Scenario
 
+from support.drafting import drafting
 from tuner.engine.demo import DEMO_MODEL_DIR, bundled, demo_engine_args
 from tuner.engine.shape import EngineShape
 from tuner.replay.metrics import Measurement
@@ -37,6 +38,8 @@ NEEDED = (
 )
 """What the tool imports on such a machine, and SciPy for the figures; pynvml, which is of
 nvidia-ml-py, may be missing."""
+ACCEPTED = (0.8, 0.5, 0.3)
+"""How often the first draft is accepted, the first two, all: of the order of EAGLE-3's."""
 LEFT_S = 20.0
 """What a slice keeps for the table and the end: ours."""
 
@@ -157,6 +160,19 @@ class Campaign:
             settings=self.size.settings[:settings],
             current=self.size.current,
         )
+
+    def drafting(self, shape: str, traffic: tuple[str, float, float]) -> Scenario:
+        """Return what is measured of a model whose drafts are accepted at known rates.
+
+        By vLLM itself on a GPU; a CPU's sampler is told to.
+        """
+        head = self.out.resolve() / "eagle"
+        drafts = drafting(Path(self.size.shapes[shape]), head, len(ACCEPTED))
+        if not self.is_small:
+            drafts["rejection_sample_method"] = "synthetic"
+            drafts["synthetic_acceptance_rates"] = list(ACCEPTED)
+        made = self.scenario(f"{shape}, drafts", shape, traffic, 4, speculative_config=drafts)
+        return replace(made, accepted=ACCEPTED if self.is_small else ())
 
     def kept(self, stage: str) -> dict[str, Any] | None:
         """Return what a stage left, None if it did not run."""
@@ -294,6 +310,7 @@ def scenarios() -> dict[str, Callable[[Campaign], Scenario]]:
             kv_cache_memory_bytes=c.size.tight_bytes,
         ),
         "truth-llama": lambda c: c.scenario("llama, code", "llama", c.size.code),
+        "truth-drafts": lambda c: c.drafting("llama", c.size.conv),
         "truth-windows": lambda c: c.scenario("gemma, conv", "gemma", c.size.conv),
         "truth-eager": lambda c: c.scenario(
             "qwen, conv, eager", "qwen", c.size.conv, 4, enforce_eager=True

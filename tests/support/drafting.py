@@ -22,19 +22,19 @@ KERNEL = "_rejection_greedy_sample_kernel_impl"
 
 def drafting_values(folder: Path, tokens: int) -> dict[str, Any]:
     """Return the configuration of the demo model with a head that drafts so many tokens."""
-    model = json.loads((DEMO_MODEL_DIR / "config.json").read_text())
-    head = {
-        **model,
-        "architectures": ["EagleLlamaForCausalLM"],
-        "model_type": "llama",
-        "num_hidden_layers": 1,
-        "tie_word_embeddings": False,
-    }
-    place = folder / "eagle"
-    place.mkdir(exist_ok=True)
-    (place / "config.json").write_text(json.dumps(head))
-    drafts = {"method": "eagle", "model": str(place), "num_speculative_tokens": tokens}
+    drafts = drafting(DEMO_MODEL_DIR, folder / "eagle", tokens)
     return {**demo_engine_args(), "speculative-config": drafts}
+
+
+def drafting(model: Path, head: Path, tokens: int) -> dict[str, Any]:
+    """Return how a model drafts so many tokens by a head, whose shape is written down."""
+    layers = {"num_hidden_layers": 1, "tie_word_embeddings": False, "model_type": "llama"}
+    config = json.loads((model / "config.json").read_text())
+    head.mkdir(exist_ok=True, parents=True)
+    (head / "config.json").write_text(
+        json.dumps({**config, **layers, "architectures": ["EagleLlamaForCausalLM"]})
+    )
+    return {"method": "eagle", "model": str(head), "num_speculative_tokens": tokens}
 
 
 @dataclass(frozen=True, slots=True)

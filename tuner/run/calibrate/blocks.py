@@ -134,7 +134,9 @@ class Blocks:
         context, trace = self.runner.context, self.trace
         self.calibrator.is_own = True
         with context.stopwatch.stage("calibrate"):
-            observe = None if context.is_shared else self.calibrator.observe
+            observe = self.calibrator.observe
+            if context.is_shared:  # whose steps are those of its rounds
+                observe = self.calibrator.observe_drafts
             wall_ratio = fly_pilot(self.runner, observe)
             self._request_s = wall_ratio * trace.duration_s / len(trace)
             if not self.are_alone:
