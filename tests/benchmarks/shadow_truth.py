@@ -105,16 +105,15 @@ class Scenario:
 def drafts_suite(folder: Path) -> list[Scenario]:
     """Return two real traces with lengths as recorded on an engine that drafts three tokens.
 
-    A head without training is believed as often as one of EAGLE-3 may be, and seldom.
+    A head without training is believed as often as one of EAGLE-3 may be.
     """
     length = {"max-model-len": "16384"}
     conv = str(folder / "azure_2023_conv.open.csv")
     code = str(folder / "azure_2023_code.open.csv")
     values = {**drafting_values(Path(tempfile.mkdtemp()), 3), **length}
-    often, seldom = (0.8, 0.5, 0.3), (0.4, 0.1, 0.02)
+    often = (0.8, 0.5, 0.3)
     return [
         Scenario("conv, drafts", conv, 8, 1.0, 16000, 1, values, accepted=often),
-        Scenario("conv, drafts seldom", conv, 6, 1.0, 16000, 1, values, accepted=seldom),
         Scenario("code, drafts", code, 6, 0.1, 16000, 1, values, accepted=often),
     ]
 
