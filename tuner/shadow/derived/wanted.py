@@ -136,7 +136,7 @@ class _Values:
                 continue
             raise UsageError(
                 f"{key}: {value} changes what a step takes, the KV cache or the schedule, "
-                "and neither the tables nor the simulator know it",
+                "which the tables or the simulator do not know",
                 "leave it out and judge what is predicted as without it, or measure: tune on "
                 "one such GPU, or tune profile fit in production",
             )
