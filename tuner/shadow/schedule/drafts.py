@@ -17,13 +17,23 @@ from tuner.shadow.schedule.layout import inlined, inner
 
 
 @inner
-def pads(g, carries, ran, before, wanted):
-    """Whether the only token left of who waits is padded to what a decoding request computes.
+def padding(g, carries, ran, before, wanted, budget):
+    """Return how many tokens the only one left of who waits is padded by; -1: it waits.
 
     So that the batch stays of a single shape, where nothing of a prompt ran in it before.
     """
-    fits = before + g[s.DRAFTS] + 2 <= g[s.MAX_LENGTH]
-    return g[s.DRAFTS] > 0 and wanted == 1 and not carries and (ran > 0 or before > 0) and fits
+    if g[s.PADDING] == s.NEVER_PADS or g[s.DRAFTS] == 0 or wanted != 1 or carries:
+        return 0
+    padded = 1 + g[s.DRAFTS]
+    if g[s.PADDING] == s.PADS_OR_WAITS:
+        if ran == 0:
+            return 0
+        waits = before + padded > g[s.MAX_LENGTH]
+    else:
+        if (ran == 0 and before == 0) or before + padded + 1 > g[s.MAX_LENGTH]:
+            return 0
+        waits = False
+    return -1 if waits or padded > budget else g[s.DRAFTS]
 
 
 @inner

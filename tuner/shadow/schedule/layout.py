@@ -57,14 +57,15 @@ NOBODY, PREFILLS, DECODES, PREEMPTED, VERIFIES = range(5)
     RETENTION, JUNCTIONS,
     # How many DRAFTS each request verifies in a step, how many tokens ahead of a batch have
     # their blocks too, and whether the last block of a hit is dropped since drafts need its
-    # hidden states.
-    DRAFTS, LOOKAHEAD, DROPS_HIT,
+    # hidden states; whether who is admitted has blocks ahead, and by which rule a lone token
+    # is padded.
+    DRAFTS, LOOKAHEAD, DROPS_HIT, ADMITS_AHEAD, PADDING,
     # Where the parts of the work array begin.
     AT_RUN, AT_CALENDAR, AT_PHASES, AT_BUCKETS, AT_FRONT, AT_FREE_SLOTS,
     AT_UNSTEADY, AT_LONG, AT_OVERTAKES,
     AT_SINGLES, AT_ENDS, AT_BATCHES, AT_MIXED, AT_KNOTS, AT_FACTORS, FACTOR_ROWS,
     FACTOR_COLUMNS, AT_LAUNCHES, AT_RATES, INTEGERS,
-) = range(109)  # fmt: skip
+) = range(111)  # fmt: skip
 
 # The instants and seconds of a replay's state, and the sums over its steps.
 (
@@ -92,6 +93,9 @@ COMPLETED, REFUSED, TIMED_OUT, ABORTED, UNFINISHED, TURNED_AWAY, TRUNCATED, GOES
 
 # What the layers of a group attend to.
 SEES_ALL, LOOKS_BACK = range(2)
+
+# Rules by which a lone token is padded to the shape of a batch that verifies drafts.
+NEVER_PADS, PADS_OR_WAITS, PADS_WHERE_IT_FITS = range(3)
 
 # How requests arrive.
 OPEN, CAUSAL, CLOSED, BATCHES = range(4)

@@ -36,7 +36,7 @@ from tuner.shadow.schedule.decoding import (
     squares_at,
     steady_from,
 )
-from tuner.shadow.schedule.drafts import drafts_of_step, pads, to_verify, verify
+from tuner.shadow.schedule.drafts import drafts_of_step, padding, to_verify, verify
 from tuner.shadow.schedule.layout import inlined, inner
 from tuner.shadow.schedule.waiting import (
     compact,
@@ -187,9 +187,9 @@ def _reserved(g, tokens, hits):
 
 
 @inlined
-def _needed(g, tokens):
-    """Return how many blocks so many tokens take of a group, with those ahead of them."""
-    last = min(tokens + g[s.LOOKAHEAD], g[s.MAX_LENGTH])
+def _needed(g, tokens, ahead):
+    """Return how many blocks so many tokens take of a group, with so many ahead of them."""
+    last = min(tokens + ahead, g[s.MAX_LENGTH])
     return (last + g[s.BLOCK] - 1) // g[s.BLOCK]
 
 
@@ -211,12 +211,11 @@ def _admit_waiting(g, w, sl, r, q, tr, kv, budget, threshold, defers):
         before = hits * block
         if defers and before < tokens - 1:
             break
-        wanted, padded = tokens - before, 0
-        if pads(g, carries, ran, before, wanted):
-            padded = g[s.DRAFTS]
-            if wanted + padded > budget:
-                break
-            wanted += padded
+        wanted = tokens - before
+        padded = padding(g, carries, ran, before, wanted, budget)
+        if padded < 0:
+            break
+        wanted += padded
         if 0 < threshold < wanted:
             wanted = threshold
         if not g[s.CHUNKS] and wanted > budget:
@@ -225,7 +224,7 @@ def _admit_waiting(g, w, sl, r, q, tr, kv, budget, threshold, defers):
         spare = g[s.FREE] - idle - (g[s.WATERMARK] if g[s.RUNNING] > 0 else 0)
         if g[s.RESERVES] and _reserved(g, tokens, hits) > spare:
             break
-        needed = _needed(g, before + wanted)
+        needed = _needed(g, before + wanted, g[s.LOOKAHEAD] * g[s.ADMITS_AHEAD])
         if g[s.GROUPS] * (needed - hits) > spare:
             break
         if slot < 0:
@@ -326,7 +325,7 @@ def _schedule_running(g, x, w, sl, f, r, tr, kv, threshold, defers):
             if 0 < threshold < wanted:
                 wanted = threshold
             wanted = min(wanted, budget)
-        needed = _needed(g, before + wanted)
+        needed = _needed(g, before + wanted, g[s.LOOKAHEAD])
         fits, omitted = True, 0
         slide(g, sl, kv, slot, settled_before(g, sl, slot))
         while g[s.GROUPS] * (needed - sl[slot, s.BLOCKS]) > g[s.FREE]:
