@@ -12,7 +12,7 @@ from support.shadow_parts import a_shape
 from tuner.engine.compat import serve
 from tuner.engine.compat.core import limit_names
 from tuner.engine.compat.scheduler import kv_cache_config, scheduler_of
-from tuner.engine.compat.shape import read_shape, steady_drafts
+from tuner.engine.compat.shape import drafts_of, read_shape
 from tuner.engine.demo import demo_engine_args
 from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import Drafts, EngineShape
@@ -98,20 +98,9 @@ def the_shape(config: Any) -> EngineShape:
     return read_shape(config, kv_cache, "CPU", serve.vllm_version())
 
 
-@pytest.mark.parametrize("given", [(), (0.8, 0.5, 0.3)])
-def test_heads_that_always_draft_alike_have_a_shadow(
-    given: tuple[float, ...], tmp_path: Path
-) -> None:
-    values = drafting_values(tmp_path, 3)
-    if given:
-        rates = {
-            "rejection_sample_method": "synthetic",
-            "synthetic_acceptance_rates": list(given),
-        }
-        values = {**values, "speculative-config": {**values["speculative-config"], **rates}}
-    config = serve.resolve_config(serve.parse_serve_values(values))
-    assert the_shape(config).drafts == Drafts("eagle", 3, given)
-    assert steady_drafts(config.speculative_config) == 3
+def test_heads_that_always_draft_alike_have_a_shadow(tmp_path: Path) -> None:
+    config = serve.resolve_config(serve.parse_serve_values(drafting_values(tmp_path, 3)))
+    assert the_shape(config).drafts == Drafts("eagle", 3)
 
 
 @pytest.mark.parametrize(
@@ -125,4 +114,4 @@ def test_drafts_that_come_and_go_have_none(method: str, words: str) -> None:
     config, _ = resolved(CEILING, method)
     with pytest.raises(ShadowError, match=f"cannot stand in for an engine with {words}"):
         the_shape(config)
-    assert steady_drafts(config.speculative_config) == 0
+    assert drafts_of(config.speculative_config) is None

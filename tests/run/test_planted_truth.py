@@ -23,10 +23,11 @@ from tuner.engine.shape import Drafts, Graphs
 from tuner.replay.loop import Progress, ReplayLog, replay
 from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.run.listener import Listener
-from tuner.run.options import TuningOptions
+from tuner.run.options import Method, TuningOptions
 from tuner.run.tune import tune
 from tuner.search.objective import Tier
 from tuner.search.trials import Trial
+from tuner.shadow.profiles import read_profile, write_profile
 from tuner.traffic.prompts import PromptSource
 from tuner.traffic.traces import Trace
 
@@ -362,3 +363,28 @@ class Heard(Listener):
         """Keep of which phase it was, and at which limits."""
         del left_s
         self.lines.append(f"{trial.phase} {trial.limits}")
+
+
+@pytest.mark.slow
+def test_drafts_of_other_text_than_is_predicted_are_told_with_their_rates(
+    tmp_path: Path,
+) -> None:
+    """As where a profile has the rates of production, and a race has random text."""
+    source = replace(a_source(1), accepted=(0.4,))
+    options = TuningOptions(
+        trace=a_trace(),
+        config={"model": "planted", "max-num-seqs": 8, "max-num-batched-tokens": 2048},
+        budget_s=600.0,
+        ladder=(8, 16, 32),
+    )
+    with on_virtual_time(source.clock):
+        first = replace(options, method=Method.CALIBRATED, run_dir=tmp_path / "first")
+        tune(first, source=source)
+        learnt = read_profile(tmp_path / "first" / "profile.yaml")
+        assert learnt.accepted == pytest.approx((0.4,), abs=0.02)
+        write_profile(tmp_path / "mine.yaml", replace(learnt, accepted=(0.9,)))
+        again = replace(options, profile=tmp_path / "mine.yaml", is_forced=True)
+        found = tune(replace(again, run_dir=tmp_path / "again"), source=source)
+    told = {caveat.id: caveat.text for caveat in found.caveats}
+    assert "1.90 tokens, its drafts accepted at 90%" in told["drafts_on_random_text"]
+    assert "and here a step brings an answer 1.4" in told["drafts_on_random_text"]

@@ -152,23 +152,19 @@ Source: vllm/config/speculative.py, SpeculativeConfig.use_eagle.
 class Drafts:
     """How an engine drafts tokens ahead: always so many, which its next step verifies.
 
-    `method` is vLLM's name of it. `given` are the rates at which drafts are accepted whatever
-    they are (rejection_sample_method synthetic): how often the first, the first two, the first
-    three and so on; empty where they are verified.
+    `method` is vLLM's name of it.
 
     Source: vllm/config/speculative.py, SpeculativeConfig.
-    Raises: UsageError without a token, or if there are rates for another number of tokens.
+    Raises: UsageError without a token.
     """
 
     method: str
     tokens: int
-    given: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check the tokens and the rates."""
+        """Check the tokens."""
         if self.tokens < 1:
             raise UsageError(f"drafts.tokens must be 1 or more, got {self.tokens}")
-        check_rates(self.given or (0.0,) * self.tokens, self.tokens)
 
 
 def check_rates(rates: Sequence[float], tokens: int) -> None:

@@ -59,7 +59,8 @@ class ReplayLog:
     told of a load; `unserved_ratio` is the share of what its recording has in flight that was
     left when no request was. `gpu` is what the driver said meanwhile. `brought` counts the
     steps of answers that brought out one token, two, three and so on, for as many as drafts
-    can bring: without the first, and those near an end, where fewer are left.
+    can bring: without the first, and those near an end, where fewer are left. Empty of a
+    simulation, which was told.
 
     Units: seconds; clock_s on the replay's clock, wall_s real.
     """

@@ -42,21 +42,21 @@ class CutRule:
     @property
     def late_text(self) -> str:
         """Why a replay was cut of which too many requests were late."""
-        return f"more than {self.allowed_late} requests took over {_shown(self.late_s)}"
+        return f"more than {self.allowed_late} requests took over {_seconds(self.late_s)}"
 
     @property
     def clock_text(self) -> str:
         """Why a replay was cut that took too long on its own clock."""
-        return f"took longer than {_shown(self.max_clock_s)} on the replay's clock"
+        return f"took longer than {_seconds(self.max_clock_s)} on the replay's clock"
 
     @property
     def wall_text(self) -> str:
         """Why a replay was cut that took too long."""
-        return f"took longer than {_shown(self.max_wall_s)}"
+        return f"took longer than {_seconds(self.max_wall_s)}"
 
 
-def _shown(bound_s: float | None) -> str:
-    return "any time" if bound_s is None else f"{short(bound_s)} s"
+def _seconds(bound_s: float | None) -> str:
+    return f"{short(bound_s or 0.0)} s"
 
 
 @dataclass(frozen=True, slots=True)

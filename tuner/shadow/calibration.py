@@ -54,13 +54,10 @@ class Calibration:
 
     @property
     def accepted(self) -> tuple[float, ...]:
-        """At which rates drafts are accepted: those given, or else those seen; empty of none.
-
-        How often the first draft is, the first two are, and so on.
-        """
-        drafts, seen = self.shape.drafts, np.array(self.brought, dtype=np.float64)
-        if drafts is None or drafts.given or not seen.sum():
-            return () if drafts is None else drafts.given
+        """How often the first draft was accepted, the first two, and so on; empty of none."""
+        seen = np.array(self.brought, dtype=np.float64)
+        if not seen.sum():
+            return ()
         shares = np.cumsum(seen[::-1])[::-1] / seen.sum()
         return tuple(shares[1:].tolist())
 

@@ -328,10 +328,9 @@ class _KvStart(_Record):
     num_blocks: Natural
 
 
-class _Drafts(_Record, omit_defaults=True):
+class _Drafts(_Record):
     method: str
     tokens: Natural
-    given: tuple[Amount, ...] = ()
 
 
 class _Shape(_Record, rename={"captured_sizes": "captured_sizes_tokens"}):

@@ -318,9 +318,8 @@ class StepModel:
         """Return the seconds of decodes alone, and of tokens that a graph with a prompt serves.
 
         Of 0 to most_seqs decoding sequences, which verify so many drafts each, with all but
-        base and contexts; of 0 tokens to the
-        largest captured size by the tokens' curve alone, which is of 0 tokens where no graph
-        serves prompts.
+        base and contexts; of 0 tokens to the largest captured size by the tokens' curve alone,
+        which is of 0 tokens where no graph serves prompts.
 
         Shapes: [most_seqs + 1] and [largest + 1].
         """

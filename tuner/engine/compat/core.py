@@ -23,7 +23,7 @@ from tuner.engine.compat.serve import (
     sampling,
     vllm_version,
 )
-from tuner.engine.compat.shape import captured_sizes, read_shape, steady_drafts
+from tuner.engine.compat.shape import captured_sizes, drafts_of, read_shape
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Batch, Emitted, EngineInfo, Step, spread_tokens
 from tuner.engine.shape import EngineShape
@@ -151,6 +151,7 @@ class Core:
     def info(self) -> EngineInfo:
         """Describe the running engine."""
         config = self._core.vllm_config
+        drafts = drafts_of(config.speculative_config)
         return EngineInfo(
             kind="live",
             device=device_name(),
@@ -167,7 +168,7 @@ class Core:
             has_own_graphs=self._has_own_graphs,
             sampling=self._sampling_text,
             has_priorities=config.scheduler_config.policy == "priority",
-            draft_tokens=steady_drafts(config.speculative_config),
+            draft_tokens=0 if drafts is None else drafts.tokens,
         )
 
     def shape(self) -> EngineShape:

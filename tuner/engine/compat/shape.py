@@ -106,22 +106,15 @@ def _shape(vllm_config: Any, block_size: int, device: str, version: str) -> Engi
         scheduler=_plain_options(vllm_config.scheduler_config),
         captures_mixed=_captures_mixed(vllm_config),
         model_sets_graphs=str(model.architecture) in SETTING_GRAPHS,
-        drafts=_drafts(vllm_config.speculative_config),
+        drafts=drafts_of(vllm_config.speculative_config),
     )
 
 
-def _drafts(config: Any) -> Drafts | None:
-    """Return how an engine drafts, None where it does not; `_varies` says whether it can be."""
-    if config is None:
+def drafts_of(config: Any) -> Drafts | None:
+    """Return how an engine drafts, None where it does not, or where their number varies."""
+    if config is None or _varies(config):
         return None
-    rates = getattr(config, "synthetic_acceptance_rates", None)
-    given = tuple(float(rate) for rate in rates or ())
-    return Drafts(str(config.method), int(config.num_speculative_tokens), given)
-
-
-def steady_drafts(config: Any) -> int:
-    """Return how many drafts are verified in every step, 0 where their number varies."""
-    return 0 if config is None or _varies(config) else int(config.num_speculative_tokens)
+    return Drafts(str(config.method), int(config.num_speculative_tokens))
 
 
 def _varies(config: Any) -> str:

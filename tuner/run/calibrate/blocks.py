@@ -19,6 +19,7 @@ import numpy as np
 from tuner.engine.limits import EngineLimits
 from tuner.engine.steps import StepColumns
 from tuner.errors import EngineError, TooFewSamplesError, UsageError
+from tuner.replay.loop import ReplayLog
 from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.run.calibrate.calibrator import Calibrator
 from tuner.run.calibrate.contenders import (
@@ -134,10 +135,7 @@ class Blocks:
         context, trace = self.runner.context, self.trace
         self.calibrator.is_own = True
         with context.stopwatch.stage("calibrate"):
-            observe = self.calibrator.observe
-            if context.is_shared:  # whose steps are those of its rounds
-                observe = self.calibrator.observe_drafts
-            wall_ratio = fly_pilot(self.runner, observe)
+            wall_ratio = fly_pilot(self.runner, self._observe_pilot)
             self._request_s = wall_ratio * trace.duration_s / len(trace)
             if not self.are_alone:
                 context.listener.note(_outlook(self.runner, wall_ratio))
@@ -149,6 +147,13 @@ class Blocks:
             self._first()
             self._chosen()
         return wall_ratio
+
+    def _observe_pilot(self, limits: EngineLimits, log: ReplayLog) -> None:
+        """Take in what the pilot showed; the steps of a shared run are those of its rounds."""
+        if self.runner.context.is_shared:
+            self.calibrator.observe_drafts(log)
+        else:
+            self.calibrator.observe(limits, log)
 
     @property
     def _left_s(self) -> float:

@@ -66,13 +66,12 @@ class Calibrator:
 
     def observe(self, limits: EngineLimits, log: ReplayLog) -> None:
         """Take in the steps of a live replay, and how many drafts they accepted."""
-        self.observe_drafts(limits, log)
+        self.observe_drafts(log)
         if log.kept_steps is not None:
             self.observe_steps(limits, log.kept_steps)
 
-    def observe_drafts(self, limits: EngineLimits, log: ReplayLog) -> None:
-        """Take in how many drafts the steps of a live replay accepted, whatever the limits."""
-        _ = limits
+    def observe_drafts(self, log: ReplayLog) -> None:
+        """Take in how many drafts the steps of a live replay accepted."""
         self.calibration = self.calibration.and_brought(log.brought)
 
     def observe_steps(self, limits: EngineLimits, columns: StepColumns) -> None:

@@ -32,6 +32,9 @@ from tuner.shadow.profiles import (
 from tuner.shadow.reference import REPLAY_S, replay_reference
 from tuner.traffic.windows import busiest
 
+# By what share of a step's tokens the drafts of a race and of a profile may differ: ours, as
+# much as two settings that are worth a change.
+APART = 0.05
 # Stretched steps that make all of them longer by more than this are told: ours, as much as what
 # two live replays of one setting differ by on a quiet machine and more.
 STRETCHED = 0.05
@@ -124,10 +127,7 @@ class Learning:
             profile = replace(profile, agreement=agreement or profile.agreement)
             self.keep(profile)
         wrong = self.predictor_of(profile).wrong_ratio
-        brings = f"; {drafts_words(profile.accepted)}" if profile.accepted else ""
-        random_text = Caveat.DRAFTS_ON_RANDOM_TEXT
-        if random_text in self.context.caveats:
-            self.context.caveat_texts[random_text] = f"{random_text.text}{brings}"
+        brings = self._tell_drafts(profile)
         self.context.listener.note(
             f"step model from {profile.fit.steps} steps, wrong by {wrong:.1%}{brings}"
         )
@@ -140,6 +140,24 @@ class Learning:
                 f"the machine stretched steps, which made all of them {stretched:.0%} longer"
             )
         return profile
+
+    def _tell_drafts(self, profile: Profile) -> str:
+        """Say what drafts bring, and where other ones are accepted here than are predicted."""
+        if not profile.accepted:
+            return ""
+        random_text, seen = Caveat.DRAFTS_ON_RANDOM_TEXT, self.begun.calibration.accepted
+        brings = f"; {drafts_words(profile.accepted)}"
+        context, text = self.context, f"{random_text.text}{brings}"
+        if seen and abs(sum(seen) - sum(profile.accepted)) > APART * (1 + sum(seen)):
+            context.caveats.add(random_text)
+            text = (
+                "what raced is of other text than what is predicted: by the profile "
+                f"{drafts_words(profile.accepted)}, and here {drafts_words(seen)}; --method "
+                "shadow predicts alone"
+            )
+        if random_text in context.caveats:
+            context.caveat_texts[random_text] = text
+        return brings
 
     def restlessness(self, decision: RaceDecision) -> Restlessness | None:
         """Return how restless the machine was, None where nothing was learnt of it."""

@@ -37,10 +37,9 @@ def padding(g, carries, ran, before, wanted, budget):
 
 
 @inner
-def drafts_of_step(g, sl, slot, drafted, of_drafts):
-    """Note how many tokens of the newest step are beside the one decoded, and are drafts."""
-    odd = g[s.STEP] & 1
-    sl[slot, s.DRAFTED + odd], sl[slot, s.OF_DRAFTS + odd] = drafted, of_drafts
+def drafts_of_step(g, sl, slot, drafted):
+    """Note how many drafts the newest step has of a request; below 0 they only pad."""
+    sl[slot, s.DRAFTED + (g[s.STEP] & 1)] = drafted
 
 
 @inner
@@ -57,7 +56,7 @@ def to_verify(g, sl, slot):
 def verify(g, w, sl, slot, taken):
     """Have the newest step verify drafts of a request, beside the token that it decodes."""
     sl[slot, s.COMPUTED] += taken
-    drafts_of_step(g, sl, slot, taken - 1, taken - 1)
+    drafts_of_step(g, sl, slot, taken - 1)
     add_single(g, w, sl, g[s.STEP], slot)
 
 
@@ -80,15 +79,15 @@ def bring_out(g, w, t, sl, kv, step, slot):
 
     Beside its first token there are none. Who was preempted meanwhile gets its tokens too.
     """
-    number, accepted, odd = sl[slot, s.ROUNDS], 0, step & 1
+    number, accepted, drafted = sl[slot, s.ROUNDS], 0, sl[slot, s.DRAFTED + (step & 1)]
     sl[slot, s.ROUNDS] = number + 1
-    if number > 0 and sl[slot, s.OF_DRAFTS + odd] > 0:
+    if number > 0 and drafted > 0:
         drawn = _uniform(sl[slot, s.ROW], number)
-        for i in range(sl[slot, s.OF_DRAFTS + odd]):
+        for i in range(drafted):
             accepted += drawn < t[g[s.AT_RATES] + i]
     sl[slot, s.ANSWERED] = min(sl[slot, s.ANSWERED] + 1 + accepted, sl[slot, s.OUTPUT])
     if sl[slot, s.STATE] == s.VERIFIES:
-        sl[slot, s.COMPUTED] -= sl[slot, s.DRAFTED + odd] - accepted
+        sl[slot, s.COMPUTED] -= abs(drafted) - accepted
         if g[s.AHEAD] and g[s.IS_CACHED]:
             known = sl[slot, s.PROMPT] + sl[slot, s.ANSWERED]
             cache_up_to(g, sl, kv, slot, known - 1)

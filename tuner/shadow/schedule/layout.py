@@ -14,15 +14,14 @@ from tuner.shadow.compiled import part
 # of these, JUNCTION how many blocks other groups had in the prefix cache and these had not; of
 # a prompt LATEST is the step that last computed some, and PART how much. LISTED is the ORDER of
 # the entry that it has among the UNSTEADY, and one more; 0 where it has none. Of who VERIFIES
-# drafts DRAFTED is how many tokens an even step has beside the one that it decodes, OF_DRAFTS
-# how many of these are drafts and not to pad a graph, an odd step's stand behind them; ROUNDS
-# is how often it has brought out tokens.
+# drafts DRAFTED is how many an even step has beside the token that it decodes, below 0 where
+# they only pad, an odd step's stand behind; ROUNDS is how often it has brought out tokens.
 (
     ROW, PROMPT, OUTPUT, ANSWERED, COMPUTED, END, STATE, BLOCKS, ORDER, PLACE, CACHED,
     TAKEN, END_NEXT, END_BEFORE, BUCKET_NEXT, BUCKET_BEFORE, MISSED, RESUMED, ARRIVAL,
-    SKIPPED, STEADY, OVERTAKES, LATEST, PART, JUNCTION, LISTED, DRAFTED, _, OF_DRAFTS, _,
-    ROUNDS, SLOT_FIELDS,
-) = range(32)  # fmt: skip
+    SKIPPED, STEADY, OVERTAKES, LATEST, PART, JUNCTION, LISTED, DRAFTED, _, ROUNDS,
+    SLOT_FIELDS,
+) = range(30)  # fmt: skip
 NOBODY, PREFILLS, DECODES, PREEMPTED, VERIFIES = range(5)
 
 # The integers of a replay's state. STEP counts the batches that were scheduled, DONE is the

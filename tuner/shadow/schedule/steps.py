@@ -253,7 +253,7 @@ def _admit_waiting(g, w, sl, r, q, tr, kv, budget, threshold, defers):
             g[s.CARRIES] = 1
         sl[slot, s.COMPUTED] = before + wanted
         sl[slot, s.LATEST], sl[slot, s.PART] = g[s.STEP], wanted
-        drafts_of_step(g, sl, slot, padded, 0)
+        drafts_of_step(g, sl, slot, -padded)
         sl[slot, s.MISSED] = 0
         if not _prefilled(g, w, sl, slot):
             sl[slot, s.STATE] = s.PREFILLS
@@ -366,7 +366,7 @@ def _note_prefill(g, w, sl, batch, slot, taken):
     _count_in(w, batch, sl[slot, s.ANSWERED] > 0 and taken <= 1, before, taken)
     sl[slot, s.COMPUTED] = before + taken
     sl[slot, s.LATEST], sl[slot, s.PART] = g[s.STEP], taken
-    drafts_of_step(g, sl, slot, 0, 0)
+    drafts_of_step(g, sl, slot, 0)
     if _prefilled(g, w, sl, slot):
         g[s.PREFILLING] -= 1
     else:
