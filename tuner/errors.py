@@ -274,3 +274,14 @@ _CAVEAT_TEXTS: dict[Caveat, str] = {
     ),
     Caveat.COLD_DIFFERS: "engines started cold showed another gain than the race did",
 }
+
+OF_THE_ENGINE: Final = (
+    Caveat.FULL_CLOCKS,
+    Caveat.EXPERTS_ON_RANDOM_TEXT,
+    Caveat.DRAFTS_ON_RANDOM_TEXT,
+    Caveat.ACCEPTANCE_GIVEN,
+    Caveat.ADAPTERS_LEFT_OUT,
+    Caveat.MEDIA_LEFT_OUT,
+    Caveat.RANDOM_WEIGHTS,
+)
+"""What is as doubtful of predictions as it is of the replays that they were learnt from."""

@@ -33,7 +33,12 @@ from tuner.report.page import report_of
 from tuner.run.options import Method, TuningOptions
 from tuner.run.result import RunResult, read_result
 from tuner.run.stored import read_record
-from tuner.run.variants.records import VariantFinding, checked_variants, parse_variants
+from tuner.run.variants.records import (
+    VariantComparison,
+    VariantFinding,
+    checked_variants,
+    parse_variants,
+)
 from tuner.run.variants.runs import tune
 from tuner.shadow.profiles import read_profile
 
@@ -351,3 +356,19 @@ def test_a_variant_may_set_several_keys() -> None:
         "tp2": {"tensor-parallel-size": 2},
     }
     assert checked_variants({"a": {"block_size": 32}}) == {"a": {"block-size": 32}}
+
+
+def test_what_is_doubtful_of_a_variant_alone_stands_in_its_line() -> None:
+    limits, doubts = EngineLimits(8, 2048), ("random weights", "random text")
+    base = VariantFinding(name="as it is", settings={}, limits=limits, doubts=doubts[:1])
+    spec = VariantFinding(
+        name="spec",
+        settings={},
+        limits=limits,
+        metric="e2e_p99",
+        gain_ratio=0.1,
+        p_better=0.2,
+        doubts=doubts,
+    )
+    (line,) = VariantComparison(as_it_is=base, others=(spec,)).lines
+    assert line.endswith("; predicted; random text")

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Final
 
 from tuner.engine.limits import EngineLimits
 from tuner.engine.steps import StepColumns
-from tuner.errors import Caveat, ShadowError, TooFewSamplesError
+from tuner.errors import OF_THE_ENGINE, Caveat, ShadowError, TooFewSamplesError
 from tuner.replay.process import EngineStart
 from tuner.run.calibrate.calibrator import Calibrator
 from tuner.run.context import RunContext, Workload
@@ -41,13 +40,6 @@ STRETCHED = 0.05
 # How much traffic the simulator is compared with vLLM's scheduler on, in seconds: ours, more
 # than can be asked about in the time.
 COMPARED_S = 600.0
-# What is as doubtful of predictions as it is of the replays that they were learnt from.
-OF_THE_ENGINE: Final = (
-    Caveat.FULL_CLOCKS,
-    Caveat.EXPERTS_ON_RANDOM_TEXT,
-    Caveat.MEDIA_LEFT_OUT,
-    Caveat.RANDOM_WEIGHTS,
-)
 
 
 @dataclass(slots=True)

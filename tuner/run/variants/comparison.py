@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tuner.engine.limits import EngineLimits
+from tuner.errors import OF_THE_ENGINE
 from tuner.replay.metrics import Measurement
 from tuner.run.context import Workload
 from tuner.run.drawing import FEW_DRAWS, Drawing, compare_engines
@@ -107,6 +108,7 @@ class Comparing:
             settings=dict(contender.settings),
             limits=limits,
             gpus=1 if profile is None else profile.shape.devices,
+            doubts=tuple(c.text for c in contender.result.caveats if c.id in OF_THE_ENGINE),
         )
         if limits is None:
             return _Side(contender, finding)

@@ -118,7 +118,8 @@ class VariantFinding:
     with a cap of its own (`capacity_limits`), nine times in ten within `capacity_interval`
     on other traffic of the kind (None where nothing was drawn), `gpus` on how many devices,
     `cost_per_1000` what a thousand of them cost there. Figures of one that nothing could be
-    predicted of `are_live`, on the windows that raced.
+    predicted of `are_live`, on the windows that raced. `doubts` say why replays on its engine
+    are not as in production.
 
     Units: seconds, requests a second; the price's own currency.
     """
@@ -140,6 +141,7 @@ class VariantFinding:
     are_live: bool = False
     failure: str = ""
     no_time: str = ""
+    doubts: tuple[str, ...] = ()
 
     @property
     def verdict(self) -> str:
@@ -190,8 +192,9 @@ class VariantComparison:
             was_cost = self.as_it_is.cost_per_1000
             was = "" if was_cost is None else f" ({short(was_cost)} as it is)"
             parts.append(f"1,000 requests cost {short(one.cost_per_1000)}{was}")
-        how = "measured live, a few replays" if one.are_live else "predicted"
-        return f"{head} at {one.limits}: {'; '.join(filter(None, parts))}; {how}"
+        parts.append("measured live, a few replays" if one.are_live else "predicted")
+        parts += (text for text in one.doubts if text not in self.as_it_is.doubts)
+        return f"{head} at {one.limits}: {'; '.join(filter(None, parts))}"
 
     def _gain(self, one: VariantFinding) -> str:
         if one.gain_ratio is not None and one.p_better is None:
