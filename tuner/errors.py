@@ -244,8 +244,8 @@ _CAVEAT_TEXTS: dict[Caveat, str] = {
     ),
     Caveat.DRAFTS_ON_RANDOM_TEXT: (
         "speculative decoding was replayed on random text, of which drafts are accepted at "
-        "another rate than of yours: give yours (rejection_sample_method synthetic), or do not "
-        "go by these numbers"
+        "another rate than of yours: give yours (rejection_sample_method synthetic, or tune "
+        "calibrate --prometheus), or do not go by these numbers"
     ),
     Caveat.ACCEPTANCE_GIVEN: (
         "drafts were accepted at the rate that was given (rejection_sample_method synthetic), "
