@@ -8,7 +8,10 @@ differs from the recorded one, so that what the machine's mood adds to both canc
 far two recordings of one setting differ stands beside it.
 
     python tests/benchmarks/production.py [TRACE] [--window typical:40s] [--load 0.6]
-                                          [--rounds 3] [-o FILE]
+                                          [--rounds 3] [--drafts] [-o FILE]
+
+With --drafts an EAGLE head of random weights drafts three tokens a step, of which the sampler
+accepts 80, 50 and 30 %, whatever they are.
 """
 
 # ruff: noqa: T201 - a benchmark prints
@@ -32,8 +35,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from support.drafting import accepting_environment, drafting
 from support.recorder_server import MIDDLEWARE, MODEL, serving
-from tuner.engine.demo import bundled
+from tuner.engine.demo import DEMO_MODEL_DIR, bundled
 from tuner.engine.limits import EngineLimits
 from tuner.recorder.settings import FILE, STEPS
 from tuner.replay.metrics import measure
@@ -51,6 +55,7 @@ SERVED = EngineLimits(8, 2048)
 OTHERS = (EngineLimits(4, 2048), EngineLimits(8, 512), EngineLimits(16, 2048))
 DETAILS = "--enable-logging-iteration-details"
 VOCABULARY = 4096
+ACCEPTED = (0.8, 0.5, 0.3)
 SHOWN = (
     *(("ttft_s", "p50"), ("tpot_s", "p50"), ("e2e_s", "p50")),
     *(("tpot_s", "p95"), ("e2e_s", "p95")),
@@ -58,15 +63,19 @@ SHOWN = (
 Figures = dict[str, float]
 
 
-def served(trace: Trace, limits: EngineLimits, folder: Path) -> Path:
+def served(trace: Trace, limits: EngineLimits, folder: Path, *, has_drafts: bool) -> Path:
     """Serve the trace under record and return the recording, its warm-up included."""
     folder.mkdir(parents=True)
     prod = folder / "prod.jsonl"
-    named = (
+    named = [
         *("--max-num-seqs", str(limits.max_num_seqs)),
         *("--max-num-batched-tokens", str(limits.max_num_batched_tokens)),
-    )
+    ]
     environment = {FILE: str(prod), STEPS: "1"}
+    if has_drafts:
+        drafts = drafting(DEMO_MODEL_DIR, folder / "eagle", len(ACCEPTED))
+        named += ["--speculative-config", json.dumps(drafts)]
+        environment |= accepting_environment(folder / "on", ACCEPTED)
     with serving(folder, *MIDDLEWARE, DETAILS, *named, environment=environment) as port:
         endpoint = Endpoint(f"http://127.0.0.1:{port}", MODEL)
         few = trace.between(trace.due_s[0], trace.due_s[0] + 2.0)
@@ -113,7 +122,9 @@ def foretold(profile: Profile, trace: Trace, limits: EngineLimits) -> Figures:
     return {**shown, "requests/s": found.requests_per_s}
 
 
-def rounds_of(trace: Trace, rounds: int, root: Path) -> list[dict[str, dict[str, Figures]]]:
+def rounds_of(
+    trace: Trace, rounds: int, root: Path, *, has_drafts: bool
+) -> list[dict[str, dict[str, Figures]]]:
     """Serve each setting once a round, in shuffled turns, and foretell it from the first."""
     order, found = random.Random(0), []
     for number in range(rounds):
@@ -122,7 +133,7 @@ def rounds_of(trace: Trace, rounds: int, root: Path) -> list[dict[str, dict[str,
         recordings = {}
         for limits in turn:
             name = f"{number}-{limits.max_num_seqs}-{limits.max_num_batched_tokens}"
-            recordings[limits] = served(trace, limits, root / name)
+            recordings[limits] = served(trace, limits, root / name, has_drafts=has_drafts)
         profile = fitted(recordings[SERVED])
         _, sent = recorded(recordings[SERVED])
         this = {
@@ -169,7 +180,7 @@ def main(options: argparse.Namespace) -> None:
     whole = at_load(read_trace(options.trace), options.load)
     trace = parse_window(options.window).resolve(whole).of(whole)
     with tempfile.TemporaryDirectory(prefix="tune-production-") as name:
-        rounds = rounds_of(trace, options.rounds, Path(name))
+        rounds = rounds_of(trace, options.rounds, Path(name), has_drafts=options.drafts)
     tell(rounds)
     if options.output:
         content = {
@@ -187,5 +198,6 @@ if __name__ == "__main__":
     parser.add_argument("--window", default="typical:40s")
     parser.add_argument("--load", type=float, default=0.6)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--drafts", action="store_true")
     parser.add_argument("-o", "--output", metavar="FILE")
     main(parser.parse_args())

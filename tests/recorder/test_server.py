@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from support.drafting import accepting_environment, drafting
 from support.live_parts import GEMMA
 from support.paths import TESTS
 from support.recorder_parts import recorded, rows_of
@@ -29,6 +30,7 @@ from support.recorder_server import (
     wanted,
 )
 from tuner.engine.demo import DEMO_MODEL_DIR, demo_engine_args
+from tuner.engine.shape import Drafts
 from tuner.recorder.settings import FILE, MAX_BYTES, STEPS
 from tuner.shadow.profiles import read_profile
 from tuner.traffic.formats import ReadOptions, read_trace
@@ -41,6 +43,7 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
+DETAILS = "--enable-logging-iteration-details"
 TEXT = "the quick brown fox jumps over the lazy dog "
 
 
@@ -346,7 +349,7 @@ def test_steps_of_a_server_become_a_profile_of_it(
     tmp_path: Path, *, has_details: bool, is_hybrid: bool
 ) -> None:
     prod, output = tmp_path / "prod.jsonl", tmp_path / "profile.yaml"
-    more = ["--enable-logging-iteration-details"] if has_details else []
+    more = [DETAILS] if has_details else []
     if is_hybrid:
         model = tmp_path / "gemma"
         shutil.copytree(DEMO_MODEL_DIR, model)
@@ -387,3 +390,35 @@ def test_steps_of_a_server_become_a_profile_of_it(
     assert profile.num_blocks_at(profile.current_limits) > 100
     assert profile.uncertainty is not None
     assert profile.serve_values["model"] == profile.shape.model
+
+
+def test_a_server_that_drafts_becomes_a_profile_with_what_it_accepts(tmp_path: Path) -> None:
+    prod, output = tmp_path / "prod.jsonl", tmp_path / "profile.yaml"
+    drafts = drafting(DEMO_MODEL_DIR, tmp_path / "eagle", 3)
+    named = ("--speculative-config", json.dumps(drafts), "--max-num-seqs", "4")
+    rates = (0.8, 0.5, 0.3)
+    environment = {FILE: str(prod), STEPS: "1"} | accepting_environment(tmp_path / "on", rates)
+
+    def ask(number: int) -> None:
+        prompt = prompt_of(20 + 37 * number % 400, 1 + number)
+        completed(port, prompt, 12 + number % 40)
+
+    with (
+        serving(tmp_path, *MIDDLEWARE, DETAILS, *named, environment=environment) as port,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        list(pool.map(ask, range(120)))
+        rows_of(prod, 120)
+    words = ("profile", "fit", "--recording", str(prod), "-o", str(output), "--json")
+    done = subprocess.run(
+        [sys.executable, "-m", "tuner.cli", *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert sum(found["left_out"].values()) < 0.1 * found["steps"]
+    assert abs(found["off"]["tpot p50"]) < 0.5
+    assert found["accepted"] == pytest.approx(rates, abs=0.04)
+    profile = read_profile(output)
+    assert profile.accepted == pytest.approx(found["accepted"])
+    assert profile.shape.drafts == Drafts("eagle", 3)
+    assert profile.caveats == ()

@@ -42,8 +42,17 @@ class Detailed:
     num_ctx_requests: int = 1
     num_ctx_tokens: int = 221
     num_generation_requests: int = 4
+    num_generation_tokens: int = 13
     elapsed_ms: float = 24.5
     is_dummy: bool = False
+
+
+@dataclass
+class Drafted:
+    """What became of the drafts of an iteration."""
+
+    num_drafts: int = 4
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=lambda: [1, 1])
 
 
 def taken(*iterations: tuple[Iterated | None, Detailed | None]) -> list[dict[str, int]]:
@@ -51,7 +60,7 @@ def taken(*iterations: tuple[Iterated | None, Detailed | None]) -> list[dict[str
     found: list[Stepped] = []
     tap = StepTap(found.append)
     for iteration, details in iterations:
-        tap.take(iteration, details, NOW_S + 1)
+        tap.take(iteration, details, None, NOW_S + 1)
     tap.flush()
     numbers = [n for one in found for n in one.numbers]
     width = len(COLUMNS)
@@ -70,6 +79,7 @@ def test_a_step_is_kept_with_what_was_in_it_and_what_lay_between_two_tokens() ->
         "interval_us": 20_000,
         "elapsed_us": 24_500,
         "preempted": 1,
+        "generation_tokens": 13,
     }
 
 
@@ -93,12 +103,12 @@ def test_steps_are_handed_on_by_many_and_none_waits_for_long() -> None:
     found: list[Stepped] = []
     tap = StepTap(found.append)
     for _ in range(MANY - 1):
-        tap.take(Iterated(), None, NOW_S)
+        tap.take(Iterated(), None, None, NOW_S)
     assert found == []
-    tap.take(Iterated(), None, NOW_S)
+    tap.take(Iterated(), None, None, NOW_S)
     assert [len(one.numbers) for one in found] == [MANY * len(COLUMNS)]
-    tap.take(Iterated(), None, NOW_S)
-    tap.take(Iterated(NOW_S + LONG_US / 1e6), None, NOW_S)
+    tap.take(Iterated(), None, None, NOW_S)
+    tap.take(Iterated(NOW_S + LONG_US / 1e6), None, None, NOW_S)
     assert len(found) == 2
 
 
@@ -110,13 +120,17 @@ def test_steps_go_into_files_of_their_own_and_what_a_door_holds_is_not_lost(
     tap = StepTap(recorder.offer)
     recorder.before_close.append(tap.flush)
     for n in range(MANY + 3):
-        tap.take(Iterated(NOW_S + n * 0.001), Detailed(), NOW_S)
+        drafting = Drafted() if n % 2 else None
+        tap.take(Iterated(NOW_S + n * 0.001), Detailed(), drafting, NOW_S)
     recorder.close()
     assert [path.name for path in tmp_path.iterdir()] == ["prod.steps"]
     assert (tmp_path / "prod.steps").stat().st_mode & 0o777 == 0o600
     (found,) = read_steps([tmp_path / "prod.steps"])
     assert (len(found), found.server.num_blocks) == (MANY + 3, 7)
     assert found.ended_s[-1] == pytest.approx(NOW_S + (MANY + 2) * 0.001, abs=1e-5)
+    # Every second step verified drafts of four requests: three brought a token, one three.
+    assert found.brought == tuple(n * (MANY + 3 - 1) // 2 for n in (3, 0, 1))
+    assert found.tokens_per_step == pytest.approx(1.5)
 
 
 def test_a_step_takes_a_few_bytes() -> None:
@@ -126,7 +140,7 @@ def test_a_step_takes_a_few_bytes() -> None:
         took_us = 20_000 + (n * 7919) % 997
         at_us += took_us + (n * 31) % 13
         prefilled = (1, 200 + n) if n % 10 == 0 else (0, 0)
-        numbers.extend((at_us, 16, *prefilled, took_us, took_us - 900, 0))
+        numbers.extend((at_us, 16, *prefilled, took_us, took_us - 900, 0, 16))
     assert len(steps_line(numbers)) < 12 * MANY
     assert len(steps_header("test", {})) < 100
 

@@ -249,8 +249,9 @@ def test_lines_hold_what_was_put_in(rows: list[tuple[int, ...]]) -> None:
     numbers = array("q")
     for n, row in enumerate(rows):
         numbers.extend((10**15 + 7 * n, *row))
-    table = _unpacked(Path("x"), 1, steps_line(numbers))
-    assert table.T.ravel().tolist() == numbers.tolist()
+    found = _unpacked(Path("x"), 1, steps_line(numbers, [7, 3]))
+    assert found.table.T.ravel().tolist() == numbers.tolist()
+    assert found.drafts == (7, 3)
 
 
 def test_a_line_that_a_killed_server_left_is_no_harm_and_a_damaged_one_is_named(
@@ -263,8 +264,8 @@ def test_a_line_that_a_killed_server_left_is_no_harm_and_a_damaged_one_is_named(
         read(tmp_path, [head, line[: len(line) // 2] + b"\n", line], rows)
     with pytest.raises(UsageError, match="no recording of steps"):
         read(tmp_path, rows, rows)
-    with pytest.raises(UsageError, match="version must be 2, got 3"):
-        read(tmp_path, [head.replace(b'"version":2', b'"version":3'), line], rows)
+    with pytest.raises(UsageError, match="version must be 3, got 9"):
+        read(tmp_path, [head.replace(b'"version":3', b'"version":9'), line], rows)
 
 
 @pytest.mark.parametrize(

@@ -74,18 +74,21 @@ def groups(*specs: object) -> SimpleNamespace:
     )
 
 
+NGRAMS = SimpleNamespace(method="ngram")
+
+
 @pytest.mark.engine
 @pytest.mark.parametrize(
     ("parts", "named"),
     [
-        ({"speculative_config": object()}, "speculative decoding"),
+        ({"speculative_config": NGRAMS}, "speculative decoding by ngram, which .* is"),
         ({"kv_transfer_config": object()}, "a KV connector"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
         ({"data_parallel_size": 2}, "data parallelism"),
         ({"decode_context_parallel_size": 2}, "context parallelism"),
         (
-            {"speculative_config": object(), "data_parallel_size": 4},
-            "speculative decoding and data parallelism",
+            {"speculative_config": NGRAMS, "data_parallel_size": 4},
+            "speculative decoding by ngram, .* and data parallelism",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from support.paths import TESTS
 from tuner.engine.demo import DEMO_MODEL_DIR, demo_engine_args
 from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveEngine, LiveSource
@@ -48,6 +50,28 @@ class DraftingSource(LiveSource):
         kernels = importlib.import_module("vllm.utils.cpu_triton_utils")
         setattr(kernels, KERNEL, _accepting(self.rates))
         return LiveSource(is_greedy=True).start(values, ceiling)
+
+
+RATES = "TEST_ACCEPTED_DRAFTS"
+PLUGIN = """[vllm.general_plugins]
+accepts_drafts = support.drafting:accept_as_told
+"""
+
+
+def accepting_environment(folder: Path, rates: Sequence[float]) -> dict[str, str]:
+    """Return the environment of a server that accepts drafts at rates: by a plugin."""
+    found = folder / "accepts_drafts-0.dist-info"
+    found.mkdir(parents=True)
+    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: accepts-drafts\nVersion: 0\n")
+    (found / "entry_points.txt").write_text(PLUGIN)
+    paths = [str(folder), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(paths), RATES: json.dumps(list(rates))}
+
+
+def accept_as_told() -> None:
+    """Have this process's sampler accept drafts at the rates of its environment."""
+    kernels = importlib.import_module("vllm.utils.cpu_triton_utils")
+    setattr(kernels, KERNEL, _accepting(json.loads(os.environ[RATES])))
 
 
 def _accepting(rates: Sequence[float]) -> Any:

@@ -171,12 +171,12 @@ def public_traces() -> Iterator[tuple[str, Target]]:
 # --- what a recorder writes ---
 
 
-def _steps(window: int | None = None) -> bytes:
+def _steps(window: int | None = None, drafting: object = None) -> bytes:
     from tuner.recorder.steps import steps_header, steps_line
 
     numbers = array("q")
     for number in range(40):
-        numbers.extend((10**15 + 20_000 * number, 4, 0, 0, 20_000, 19_000, 0))
+        numbers.extend((10**15 + 20_000 * number, 4, 0, 0, 20_000, 19_000, 0, 16))
     config = {
         "model_config": {
             "dtype": "torch.float16",
@@ -197,7 +197,8 @@ def _steps(window: int | None = None) -> bytes:
         "compilation_config": {"cudagraph_capture_sizes": [1, 2], "cudagraph_mode": "FULL"},
         "scheduler_config": {"policy": "fcfs", "async_scheduling": False},
         "scheduler_classes": ["a", "a"],
-        **dict.fromkeys(("speculative_config", "lora_config", "kv_transfer_config"), False),
+        "speculative_config": drafting,
+        **dict.fromkeys(("lora_config", "kv_transfer_config"), False),
     }
     limits = {"max_num_seqs": 16, "max_num_batched_tokens": 256}
     server = {
@@ -207,7 +208,7 @@ def _steps(window: int | None = None) -> bytes:
         "num_blocks": 9,
         "config": config,
     }
-    return steps_header("recorder 1", server) + steps_line(numbers) * 2
+    return steps_header("recorder 1", server) + steps_line(numbers, (160, 90)) * 2
 
 
 ROW: Final = (
@@ -218,9 +219,11 @@ ROW: Final = (
 
 def recordings() -> Iterator[tuple[str, Target]]:
     """Yield what `tune profile fit` reads."""
+    heads = {"method": "mtp", "num_speculative_tokens": 3, "use_multi_module_mtp": False}
+    files = (_steps(), _steps(64), _steps(drafting=heads))
     yield (
         "recorded/steps",
-        Target.of("prod.steps", lambda path: read_steps([path]), _steps(), _steps(64)),
+        Target.of("prod.steps", lambda path: read_steps([path]), *files),
     )
     head = b'{"trace_header": {"version": 1, "recorded_by": "recorder 1", "clock": "wall"}}\n'
     read = RecordedRequests.read

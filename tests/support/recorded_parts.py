@@ -13,6 +13,7 @@ import numpy as np
 from support.run_parts import a_profile
 from support.traffic import steady
 from tuner.engine.limits import EngineLimits
+from tuner.engine.shape import Drafts
 from tuner.engine.steps import StepColumns
 from tuner.recorder.rows import RecordedServer, Row, header_line, row_line
 from tuner.recorder.steps import steps_header, steps_line
@@ -35,10 +36,19 @@ TRACE = steady(300, per_s=6.0, prompt=400, output=60)
 
 
 def served(
-    limits: EngineLimits = LIMITS, blocks: int = 100_000, trace: Trace = TRACE
+    limits: EngineLimits = LIMITS,
+    blocks: int = 100_000,
+    trace: Trace = TRACE,
+    accepted: tuple[float, ...] = (),
 ) -> ReplayLog:
-    """Return a replay on an engine that takes what the model says, with every step."""
+    """Return a replay on an engine that takes what the model says, with every step.
+
+    With rates it drafts, and these are `accepted`.
+    """
+    drafts = Drafts("eagle", len(accepted)) if accepted else None
     profile = a_profile(step_model=MODEL, kv_starts=(KvStart(limits, blocks),))
+    shape = replace(profile.shape, drafts=drafts)
+    profile = replace(profile, shape=shape, accepted=accepted)
     return Predictor(profile).replay(trace, limits, ReplayPlan(keep_steps=True))
 
 
@@ -66,12 +76,13 @@ def recorded(
     late_ratio: float = 0.0,
     launch_s: float = 0.0,
     trace: Trace = TRACE,
+    accepted: tuple[float, ...] = (),
 ) -> tuple[StepColumns, list[bytes], list[bytes]]:
     """Return the true steps of a replay, and the lines that a recorder would have written.
 
     Of a step with a prompt so much of the time is taken for that of the step before, which the
     core, launching it, did not have to wait for. A step that finds the engine idle is launched
-    for `launch_s` before the core waits for it.
+    for `launch_s` before the core waits for it. Its drafts were `accepted` at rates.
     """
     assert log.kept_steps is not None
     every = each_step(log.kept_steps)
@@ -81,10 +92,11 @@ def recorded(
     early_s = np.append(moved_s[1:], 0.0)
     seen_s = true.duration_s + early_s - moved_s
     before_s = np.where(found_idle(true), launch_s, 0.0)
-    for end_s, took_s, seqs, prefill, late_s, launched_s in zip(
+    for end_s, took_s, seqs, drafted, prefill, late_s, launched_s in zip(
         true.end_s + early_s,
         seen_s,
         true.decode_seqs,
+        true.draft_tokens,
         true.prefill_tokens,
         early_s,
         before_s,
@@ -94,11 +106,11 @@ def recorded(
         # The core's own work, a millisecond, is in the interval and not in what it waited.
         waited = 0 if late_s else round((took_s - launched_s) * 1e6) - 1000
         known = (int(prefill > 0), int(prefill), waited)
+        computed = int(seqs + drafted)
         if not has_details:
-            known = (0, 0, -1) if not prefill else (-1, -1, -1)
-        numbers.extend(
-            (round((NOW_S + end_s) * 1e6), int(seqs), *known[:2], interval, known[2], 0)
-        )
+            known, computed = ((0, 0, -1) if not prefill else (-1, -1, -1)), -1
+        ended_us = round((NOW_S + end_s) * 1e6)
+        numbers.extend((ended_us, int(seqs), *known[:2], interval, known[2], 0, computed))
     lines = log.timelines
 
     def seen(instants_s: Floats) -> Floats:
@@ -127,7 +139,13 @@ def recorded(
     ]
     head = steps_header("test", server or a_server())
     source = RecordedServer("scope", has_engine_counts=True)
-    return true, [head, steps_line(numbers)], [header_line(source), *map(row_line, rows)]
+    verified = int(true.decode_seqs[true.draft_tokens > 0].sum())
+    drafts = [verified, *(round(verified * rate) for rate in accepted)] if accepted else []
+    return (
+        true,
+        [head, steps_line(numbers, drafts)],
+        [header_line(source), *map(row_line, rows)],
+    )
 
 
 def found_idle(steps: StepColumns) -> Bools:
@@ -147,7 +165,7 @@ def a_server(**changed: Any) -> dict[str, Any]:
 def a_config(**changed: Any) -> dict[str, Any]:
     """Return what a recorder keeps of the configuration of such an engine."""
     shape = a_profile().shape
-    known = {
+    known: dict[str, Any] = {
         "model_config": {
             "dtype": f"torch.{shape.dtype}",
             "architecture": "LlamaForCausalLM",
@@ -167,7 +185,8 @@ def a_config(**changed: Any) -> dict[str, Any]:
         "compilation_config": {"cudagraph_capture_sizes": [4, 1], "cudagraph_mode": "FULL"},
         "scheduler_config": {**shape.scheduler, "max_num_seqs": 16, "async_scheduling": False},
         "scheduler_classes": ["vllm.Scheduler", "vllm.Scheduler"],
-        **dict.fromkeys(("speculative_config", "lora_config", "kv_transfer_config"), False),
+        "speculative_config": None,
+        **dict.fromkeys(("lora_config", "kv_transfer_config"), False),
     }
     return {**known, **changed}
 
@@ -187,7 +206,7 @@ def a_recording(
     """
     log = served(trace=trace)
     _, (head, line), (source, *rows) = recorded(log, server=a_server(**server), trace=trace)
-    numbers = _unpacked(Path("x"), 2, line)
+    numbers = _unpacked(Path("x"), 2, line).table
     numbers[0] += round(later_s * 1e6)
     (folder / f"{name}.steps").write_bytes(head + steps_line(array("q", numbers.T.ravel())))
     moved = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import astuple, dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Self
 
@@ -12,6 +13,7 @@ from tuner.cli.inputs import LimitOptions, ShadowOptions, TrafficOptions, announ
 from tuner.cli.options import Params, path_of, profile_at
 from tuner.cli.prometheus import PrometheusOptions
 from tuner.engine.limits import EngineLimits
+from tuner.engine.shape import accepted_rates
 from tuner.errors import EngineError, ShadowError, UsageError
 from tuner.replay.timeline import Timelines
 from tuner.run.inputs import engine_of_profile
@@ -124,9 +126,9 @@ def _corrected(source: ProfiledEngine, options: CalibrateOptions) -> tuple[Profi
             if not options.shadow.is_forced:
                 _check_engine(profile, steps.server)
         found = zip(served, rebuild_all(recorded, requests), strict=True)
-        return by_steps(
-            profile, [(limits, columns) for limits, one in found for columns in one.stretches()]
-        )
+        stretches = [(limits, columns) for limits, one in found for columns in one.stretches()]
+        brought = zip_longest(*(steps.brought for steps in recorded), fillvalue=0)
+        return by_steps(profile, stretches, accepted_rates([sum(each) for each in brought]))
     return _by_recording(source, options)
 
 

@@ -11,7 +11,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Final, Self
 
 import numpy as np
@@ -165,6 +165,19 @@ class Drafts:
         """Check the tokens."""
         if self.tokens < 1:
             raise UsageError(f"drafts.tokens must be 1 or more, got {self.tokens}")
+
+
+def accepted_rates(brought: Sequence[int]) -> tuple[float, ...]:
+    """Return how often the first draft was accepted, the first two, and so on; empty of none.
+
+    `brought` counts the steps of answers that brought out one token, two, three and so on.
+
+    >>> accepted_rates((2, 3, 5))
+    (0.8, 0.5)
+    """
+    total = sum(brought)
+    at_least = list(accumulate(reversed(brought)))
+    return tuple(count / total for count in reversed(at_least[:-1])) if total else ()
 
 
 def check_rates(rates: Sequence[float], tokens: int) -> None:

@@ -125,9 +125,13 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """Steps of one engine, the numbers of `steps.COLUMNS` for each, times since 1970."""
+    """Steps of one engine, the numbers of `steps.COLUMNS` for each, times since 1970.
+
+    `drafts` counts what became of the drafts in them, as `steps.StepLine` does.
+    """
 
     numbers: array[int]
+    drafts: Sequence[int] = ()
 
 
 Message = Asked | Finished | Left | Replied | Ended | Stepped

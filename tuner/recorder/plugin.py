@@ -25,6 +25,8 @@ from tuner.recorder.steps import StepTap, quiet_iterations
 from tuner.recorder.tap import served_model
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from vllm.config import VllmConfig
 
 NEEDED: Final = frozenset(
@@ -59,8 +61,17 @@ Source: Transformers, configuration_utils.py and models/gemma4.
 
 PLAIN: Final = (bool, int, float, str, list, type(None))
 
-PRESENCE: Final = ("speculative_config", "lora_config", "kv_transfer_config")
+PRESENCE: Final = ("lora_config", "kv_transfer_config")
 """Sections of which is kept whether they are there."""
+
+DRAFTING: Final = (
+    *("method", "num_speculative_tokens", "max_num_new_slots_for_drafting"),
+    *("num_speculative_tokens_per_batch_size", "disable_eagle_block_drop"),
+)
+"""What is kept of how an engine drafts, where it does.
+
+Source: vLLM config/speculative.py, SpeculativeConfig.
+"""
 
 
 def described_server(vllm_config: Any, version: str) -> dict[str, Any]:  # noqa: ANN401
@@ -91,12 +102,7 @@ def _kept_config(vllm_config: Any) -> dict[str, Any]:  # noqa: ANN401
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     kept: dict[str, Any] = {}
     for section, names in KEPT.items():
-        part = getattr(vllm_config, section)
-        kept[section] = {
-            name: value if isinstance(value := getattr(part, name), PLAIN) else str(value)
-            for name in names
-            if hasattr(part, name)
-        }
+        kept[section] = _plain(getattr(vllm_config, section), names)
     text = getattr(model, "hf_text_config", None)
     kept["model_config"] |= {
         "is_hybrid": bool(getattr(model, "is_hybrid", False)),
@@ -117,7 +123,25 @@ def _kept_config(vllm_config: Any) -> dict[str, Any]:  # noqa: ANN401
         f"{cls.__module__}.{cls.__qualname__}"
         for cls in (scheduler.get_scheduler_cls(), usual.get_scheduler_cls())
     ]
+    kept["speculative_config"] = _kept_drafting(vllm_config.speculative_config)
     return kept | {name: getattr(vllm_config, name) is not None for name in PRESENCE}
+
+
+def _kept_drafting(drafting: Any) -> dict[str, Any] | None:  # noqa: ANN401
+    if drafting is None:
+        return None
+    has_modules = getattr(drafting, "use_multi_module_mtp", None)
+    several = {"use_multi_module_mtp": has_modules is not None and bool(has_modules())}
+    return _plain(drafting, DRAFTING) | several
+
+
+def _plain(part: Any, names: Iterable[str]) -> dict[str, Any]:  # noqa: ANN401
+    """Return what a section says of names, those of its version."""
+    return {
+        name: value if isinstance(value := getattr(part, name), PLAIN) else str(value)
+        for name in names
+        if hasattr(part, name)
+    }
 
 
 def _device() -> str:
@@ -187,7 +211,8 @@ class RecordingStatLogger(StatLoggerBase):  # type: ignore[misc] # vLLM is untyp
                 scheduled = cast("SchedulerStats | None", known)
                 # Before 0.24 or so a step says nothing of what was in it.
                 details = getattr(scheduled, "iteration_details", None)
-                self._steps.take(stats, details, time.time())
+                drafting = getattr(scheduled, "spec_decoding_stats", None)
+                self._steps.take(stats, details, drafting, time.time())
 
     def log_engine_initialized(self) -> None:
         """Do nothing: recording begins with the first request."""

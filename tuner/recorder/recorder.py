@@ -32,7 +32,7 @@ from tuner.recorder.messages import Finished, Message, Stepped, weight_bytes
 from tuner.recorder.rows import RecordedServer, header_line, recorded_by, row_line
 from tuner.recorder.segments import Room, Segments
 from tuner.recorder.settings import RecordSettings, UsageError
-from tuner.recorder.steps import SUFFIX, steps_header, steps_line, steps_path
+from tuner.recorder.steps import SUFFIX, added, steps_header, steps_line, steps_path
 
 GATHER_S: Final = 0.25
 """Ours: four wakes a second cost nothing, and a killed server loses no more than that."""
@@ -186,14 +186,15 @@ class Recorder:
 
     def _step_lines(self, messages: list[Message]) -> list[bytes]:
         """Return the line that the steps among messages make, if there are any."""
-        numbers = array("q")
+        numbers, drafts = array("q"), list[int]()
         for message in messages:
             if isinstance(message, Stepped):
                 numbers.extend(message.numbers)
+                drafts = added(drafts, message.drafts)
         lines: list[bytes] = []
         if numbers:
             with self._joining:
-                lines.append(steps_line(numbers))
+                lines.append(steps_line(numbers, drafts))
         return lines
 
     def _gather(self) -> tuple[list[Message], int, bool]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tuner.engine.limits import EngineLimits
-from tuner.engine.shape import EngineShape, Graphs
+from tuner.engine.shape import EngineShape, Graphs, accepted_rates
 from tuner.engine.steps import StepColumns, joined
 from tuner.errors import Caveat, ShadowError, TooFewSamplesError
 from tuner.shadow.fit import Fit, fit, host_of, model_of, times_as_long, undistorted
@@ -55,11 +55,7 @@ class Calibration:
     @property
     def accepted(self) -> tuple[float, ...]:
         """How often the first draft was accepted, the first two, and so on; empty of none."""
-        seen = np.array(self.brought, dtype=np.float64)
-        if not seen.sum():
-            return ()
-        shares = np.cumsum(seen[::-1])[::-1] / seen.sum()
-        return tuple(shares[1:].tolist())
+        return accepted_rates(self.brought)
 
     def and_brought(self, brought: Sequence[int]) -> Calibration:
         """Return the calibration with what the steps of one more replay brought out."""

@@ -270,12 +270,13 @@ class Anchored:
 
     def as_json(self) -> dict[str, Any]:
         """Return everything for --json."""
-        return {
+        found = {
             "anchor": str(self.anchor),
             "predicted_itl_s": self.predicted_s,
             "ratio": self.ratio,
-            **({"accepted": list(self.accepted)} if self.accepted else {}),
+            "accepted": list(self.accepted),
         }
+        return _without_rates_of_none(found)
 
     def lines(self) -> Iterator[str]:
         """Yield what was corrected for people."""
@@ -287,6 +288,11 @@ class Anchored:
             f"requests running, predicted were {self.predicted_s * 1e3:.2f} ms"
         )
         yield f"every step takes {self.ratio:.2f} times as long as the profile said"
+
+
+def _without_rates_of_none(found: dict[str, Any]) -> dict[str, Any]:
+    """Return everything for --json without rates where nothing is drafted."""
+    return {name: value for name, value in found.items() if name != "accepted" or value}
 
 
 def by_anchor(
@@ -396,20 +402,24 @@ def _narrowed(profile: Profile) -> Uncertainty | None:
 class StepRatio:
     """By how much recorded steps have corrected a profile, which the first half of them did.
 
-    `off_before` and `off_now` are relative and signed, of all the time of the second half.
+    `off_before` and `off_now` are relative and signed, of all the time of the second half;
+    drafts are `accepted` so often by now.
     """
 
     steps: int
     ratio: float
     off_before: float
     off_now: float
+    accepted: tuple[float, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Return everything for --json."""
-        return asdict(self)
+        return _without_rates_of_none(asdict(self))
 
     def lines(self) -> Iterator[str]:
         """Yield what was corrected for people."""
+        if self.accepted:
+            yield drafts_words(self.accepted)
         yield (
             f"every step takes {self.ratio:.2f} times as long as the profile said, by the "
             f"first half of {self.steps:,}"
@@ -421,16 +431,21 @@ class StepRatio:
 
 
 def by_steps(
-    profile: Profile, stretches: Sequence[tuple[EngineLimits, StepColumns]]
+    profile: Profile,
+    stretches: Sequence[tuple[EngineLimits, StepColumns]],
+    accepted: Sequence[float] = (),
 ) -> tuple[Profile, StepRatio]:
     """Return the profile whose steps take as long as recorded ones, and what that changed.
 
-    Each stretch comes with the limits that were served then. For few steps, or of few kinds:
-    of many a profile of their own is learnt (`recorded`).
+    Each stretch comes with the limits that were served then; drafts were `accepted` at rates,
+    empty where nobody knows. For few steps, or of few kinds: of many a profile of their own is
+    learnt (`recorded`).
 
     Raises: TooFewSamplesError with fewer than MIN_STEPS; ShadowError where they are too far
-        from the profile.
+        from the profile, or for drafts of another number.
     """
+    if accepted:
+        profile = _that_accepts(profile, tuple(accepted))
     models = [profile.step_model_at(limits) for limits, _ in stretches]
     parts = [columns for _, columns in stretches]
     parts = on_device(parts, _predicted_s(models, parts))
@@ -451,7 +466,8 @@ def by_steps(
 
     first, second = ratio(slice(0, count // 2)), ratio(slice(count // 2, None))
     check_near(profile, first, f"recorded steps take {shown(first)} times as long as those")
-    found = StepRatio(count, first, 1 / second - 1, first / second - 1)
+    off = (1 / second - 1, first / second - 1)
+    found = StepRatio(count, first, *off, accepted=profile.accepted)
     wrong = max(abs(found.off_now), min(profile.metric_error_ratio or math.inf, WRONG_RATIO))
     by = f"{count} recorded steps"
     scaled = methodcaller("scaled", first)

@@ -18,7 +18,7 @@ from tuner.engine.steps import StepColumns, joined
 from tuner.errors import ShadowError, TooFewSamplesError, UsageError
 from tuner.shadow.calibration import LARGEST_ERROR_RATIO, Calibration
 from tuner.shadow.fit import MIN_STEPS
-from tuner.shadow.profiles import Profile, Seen
+from tuner.shadow.profiles import Profile, Seen, drafts_words
 from tuner.shadow.rebuilt import rebuild_all
 from tuner.shadow.recorded import HOW, RecordedRequests, RecordedSteps, Server, check_usable
 from tuner.stats import Floats
@@ -36,7 +36,7 @@ class LearntSteps:
 
     `seen` are the fullest batches that came often enough to count. `off` is how far the
     replayed recording is off what was recorded, by metric, relative and signed, on requests
-    that taught nothing but their steps.
+    that taught nothing but their steps. Drafts were `accepted` at these rates.
     """
 
     steps: int
@@ -45,10 +45,13 @@ class LearntSteps:
     seen: Seen
     has_details: bool
     off: dict[str, float]
+    accepted: tuple[float, ...] = ()
 
     def lines(self) -> Iterator[str]:
         """Yield what was learnt for people."""
         yield f"learnt from {self.steps:,} steps in {self.span_s:.0f} s"
+        if self.accepted:
+            yield drafts_words(self.accepted)
         for reason, count in self.left_out.items():
             yield f"left out {count:,} {reason}"
         if not self.has_details:
@@ -111,6 +114,7 @@ class LearntSteps:
             "most_prefill_tokens": self.seen.prefill_tokens,
             "has_details": self.has_details,
             "off": self.off,
+            "accepted": list(self.accepted),
             "warnings": self.warnings,
         }
 
@@ -140,7 +144,13 @@ def learn_profile(
         calibration = calibration.and_start(limits, one.server.num_blocks)
         left_out.update(found.left_out)
         calibration = calibration.and_steps(limits, found.stretches())
+        calibration = calibration.and_brought(one.brought)
         parts.append(found.steps)
+    if shape.drafts is not None and not calibration.accepted:
+        raise TooFewSamplesError(
+            "no recorded step verified a draft, though the server has a speculative-config",
+            "record for longer, over answers of many tokens",
+        )
     steps = joined(parts)
     try:
         profile = calibration.profile()
@@ -154,6 +164,7 @@ def learn_profile(
         seen=seen,
         has_details=all(one.server.has_details for one in recorded),
         off={},
+        accepted=profile.accepted,
     )
 
 
@@ -225,6 +236,14 @@ def _differing(one: EngineShape, last: EngineShape) -> Iterator[str]:
         mine, its = getattr(one, name), getattr(last, name)
         if mine != its:
             yield f"{name} {mine}, and last {its}"
+    if one.drafts != last.drafts:
+        mine, its = (
+            f"{kind.draft_tokens} drafts a step by {kind.drafts.method}"
+            if kind.drafts
+            else "none"
+            for kind in (one, last)
+        )
+        yield f"drafts: {mine}, and last {its}"
     if (one.captures_mixed, bool(one.captured_sizes)) != (
         last.captures_mixed,
         bool(last.captured_sizes),

@@ -2,7 +2,8 @@
 
 Which requests decoded in a step, and so how much context it attended to, follows from the
 recorded requests: a request ends with the step that the engine stamped its end with, and each
-step before brought out one of its tokens. What does not come together is left out and counted.
+step before brought out one of its tokens, or as many as its drafts did in the mean. What does
+not come together is left out and counted.
 """
 
 from __future__ import annotations
@@ -86,17 +87,33 @@ def rebuild(steps: RecordedSteps, requests: RecordedRequests) -> Rebuilt:
         cached_tokens=nothing,
         launch_s=_launches(steps, duration_s),
         is_late=_noticed_late(steps),
-        draft_tokens=nothing,
+        draft_tokens=_verified(steps),
     )
-    return _usable(columns, is_decode_known, int(spans.is_whole.sum()))
+    return _usable(columns, is_decode_known, _begins_again(steps), int(spans.is_whole.sum()))
 
 
-def _usable(columns: StepColumns, is_decode_known: Bools, requests: int) -> Rebuilt:
+def _verified(steps: RecordedSteps) -> Floats:
+    """Return how many drafts each step verified; where nobody knows, the most there may be."""
+    most = steps.generating * steps.draft_tokens
+    known = steps.generation_tokens - steps.generating
+    found = np.where(steps.generation_tokens == UNKNOWN, most, np.clip(known, 0, most))
+    return found.astype(np.float64)
+
+
+def _begins_again(steps: RecordedSteps) -> Bools:
+    """Mark the steps that compute a request anew which was set aside: it decodes, says vLLM."""
+    return steps.generation_tokens > steps.generating * (1 + steps.draft_tokens)
+
+
+def _usable(
+    columns: StepColumns, is_decode_known: Bools, begins_again: Bools, requests: int
+) -> Rebuilt:
     """Leave out the steps of which something is unknown, and count them by reason."""
     took_s = columns.duration_s
     reasons = {
         "without a time": ~(np.isfinite(took_s) & (took_s > 0) & (took_s < MANY_S)),
         "with a prompt whose pieces are unknown": ~np.isfinite(columns.prefill_context_tokens),
+        "with a request that was set aside and begins again": begins_again,
         "with requests that are not in the recording": ~is_decode_known,
     }
     usable, left_out = np.ones(len(columns), dtype=np.bool_), {}
@@ -173,7 +190,8 @@ class _Spans:
     `is_whole` marks those that ended with a recorded step, or whose client left after a first
     token that came with one.
 
-    Shapes: all [requests]; `tokens_per_step` is 1 for who was never set aside.
+    Shapes: all [requests]; `tokens_per_step` is 1 for who was never set aside, or what drafts
+    brought in the mean. `most_tokens` is what a step computes of a decoding request.
     """
 
     begin: Ints
@@ -184,27 +202,29 @@ class _Spans:
     steps: int
     prompt_tokens: Ints
     cached_tokens: Ints
+    most_tokens: int
 
     @classmethod
     def of(cls, steps: RecordedSteps, requests: RecordedRequests) -> Self:
         ended_s, n, first_s = steps.ended_s, len(steps), requests.first_s
-        # Each step in which anything decodes brings out a token of all who do.
+        most_tokens = 1 + steps.draft_tokens
+        # Each step in which anything decodes brings out a token of all who do, or several.
         counted = np.concatenate([[0], np.cumsum(steps.generating > 0)])
-        last, is_whole = _last_steps(ended_s, counted, requests)
+        last, is_whole = _last_steps(steps, counted, requests)
         wanted = counted[last + 1] - (requests.output_tokens - 1)
         # The step after a first token decodes.
         by_count = np.searchsorted(counted, np.maximum(wanted, 0), "right") - 2
         single = requests.output_tokens == 1
         by_count = np.where(single, last, by_count)
-        by_time = np.clip(np.searchsorted(ended_s, first_s - LATE_S / 2), 0, n - 1)
         by_count = np.clip(by_count, 0, n - 1)
         known_s = steps.interval_s[np.isfinite(steps.interval_s)]
         usual_s = float(np.median(known_s)) if known_s.size else 0.0
         late_s = np.abs(ended_s[by_count] - first_s)
-        agrees = (late_s < LATE_S + usual_s) & (wanted >= 0)
-        first = np.where(agrees, by_count, np.minimum(by_time, last))
+        agrees = (late_s < LATE_S + usual_s) & (wanted >= 0) & (most_tokens == 1)
+        first = np.where(agrees, by_count, np.minimum(_first_steps(steps, first_s), last))
         between = np.maximum(counted[last + 1] - counted[first + 1], 1)
-        rate = np.where(agrees, 1.0, np.minimum(1.0, (requests.output_tokens - 1) / between))
+        rate = np.minimum(most_tokens, (requests.output_tokens - 1) / between)
+        rate = np.where(agrees, 1.0, rate)
         begin_s = first_s - np.nan_to_num(requests.prefill_s)
         begin = np.minimum(np.searchsorted(ended_s, begin_s + 1e-4, "right"), first)
         return cls(
@@ -216,6 +236,7 @@ class _Spans:
             n,
             requests.prompt_tokens,
             requests.cached_tokens,
+            most_tokens,
         )
 
     def went_on(self) -> Bools:
@@ -241,7 +262,7 @@ class _Spans:
         """
         use = self.is_whole & (self.last > self.first)
         after, until, rate = self.first[use] + 1, self.last[use] + 1, self.tokens_per_step[use]
-        level = self.prompt_tokens[use] - rate * self.first[use]
+        level = self.prompt_tokens[use] - rate * after + self.most_tokens
 
         def over(values: Floats) -> Floats:
             total = np.zeros(self.steps + 1)
@@ -306,19 +327,39 @@ class _Spans:
         return {row: int(left[row]) for row in ending}
 
 
+def _first_steps(steps: RecordedSteps, first_s: Floats) -> Ints:
+    """Return the steps that brought first tokens, by when these came.
+
+    Those with a prompt, the nearest; where no step is known to have had one, the next.
+
+    Shapes: first_s and what is returned are [requests].
+    """
+    ended_s = steps.ended_s
+    with_prompt = np.flatnonzero(steps.context_tokens)
+    if steps.draft_tokens == 0 or with_prompt.size == 0:
+        return np.clip(np.searchsorted(ended_s, first_s - LATE_S / 2), 0, len(steps) - 1)
+    after = np.clip(np.searchsorted(ended_s[with_prompt], first_s), 1, with_prompt.size - 1)
+    around = np.stack([with_prompt[after - 1], with_prompt[after]])
+    off_s = np.abs(ended_s[around] - first_s)
+    found: Ints = np.where(off_s[0] <= off_s[1], around[0], around[1])
+    return found
+
+
 def _last_steps(
-    ended_s: Floats, counted: Ints, requests: RecordedRequests
+    steps: RecordedSteps, counted: Ints, requests: RecordedRequests
 ) -> tuple[Ints, Bools]:
     """Return the step with each request's last token, and whether it is a recorded one.
 
     Who was left has its last token so many decoding steps after its first, and none once its
     client had gone.
 
-    Shapes: ended_s is [steps], counted [steps + 1].
+    Shapes: counted is [steps + 1], what is returned [requests].
     """
+    ended_s = steps.ended_s
     last, is_whole = _steps_at(ended_s, requests.ends_s)
     first, has_begun = _steps_at(ended_s, requests.first_s)
-    by_count = counted[first + 1] + requests.output_tokens - 1
+    after_first = (requests.output_tokens - 1) / steps.tokens_per_step
+    by_count = counted[first + 1] + np.rint(after_first)
     cut = np.maximum(np.searchsorted(counted, by_count) - 1, first)
     return (
         np.where(requests.is_cut, np.minimum(cut, last), last),

@@ -12,9 +12,10 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise, zip_longest
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Annotated, Any, Final, Self
 
 import msgspec
 import numpy as np
@@ -28,11 +29,11 @@ from tuner.files import UNREADABLE
 from tuner.stats import Bools, Floats, Ints
 from tuner.traffic.formats.sources import expand, plain_file, plain_name
 
-STEPS_VERSION: Final = 2
+STEPS_VERSION: Final = 3
 SUFFIX: Final = ".steps"
 COLUMNS: Final = (
     *("ended_us", "generating", "context_requests", "context_tokens"),
-    *("interval_us", "elapsed_us", "preempted"),
+    *("interval_us", "elapsed_us", "preempted", "generation_tokens"),
 )
 UNKNOWN: Final = -1
 """What is read of a file of steps, written by a recorder that may be of another release.
@@ -82,10 +83,23 @@ class _Header(msgspec.Struct, frozen=True):
 
 
 class _Packed(msgspec.Struct, frozen=True):
-    """Some hundred steps; `columns` are little-endian, one column after the other."""
+    """Some hundred steps; `columns` are little-endian, one column after the other.
+
+    `drafts` counts those that were verified, of these those whose first token was accepted,
+    whose first two were, and so on.
+    """
 
     steps: int
     columns: str
+    drafts: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Steps of one line. Shapes: table is [len(COLUMNS), steps]."""
+
+    table: Ints
+    drafts: tuple[int, ...]
 
 
 class _Row(msgspec.Struct, frozen=True):
@@ -122,8 +136,12 @@ class _Row(msgspec.Struct, frozen=True):
 class RecordedSteps:
     """Steps of one server, in order; what is unknown of one is -1, of a time nan.
 
-    Shapes: all [steps].
-    Units: seconds, ended_s since 1970; context_tokens in tokens prefilled.
+    `brought` counts what brought an answer one token, two, three and so on, of those that
+    verified drafts; empty where there were none.
+
+    Shapes: all others [steps].
+    Units: seconds, ended_s since 1970; context_tokens in tokens prefilled, generation_tokens in
+        tokens that the decoding requests computed, drafts included.
     """
 
     server: Server
@@ -134,15 +152,16 @@ class RecordedSteps:
     interval_s: Floats
     elapsed_s: Floats
     preempted: Ints
+    generation_tokens: Ints
+    brought: tuple[int, ...]
 
     @classmethod
-    def of(cls, server: Server, columns: Ints) -> Self:
-        """Return what was packed, every ended_us since 1970.
-
-        Shapes: columns is [len(COLUMNS), steps].
-        """
+    def of(cls, server: Server, blocks: Sequence[_Block]) -> Self:
+        """Return what was packed, every ended_us since 1970."""
+        columns = np.concatenate([block.table for block in blocks], axis=1)
         order = np.argsort(columns[0], kind="stable")
         table = columns[:, order]
+        drafts = [sum(each) for each in zip_longest(*(b.drafts for b in blocks), fillvalue=0)]
         times = np.where(table == UNKNOWN, np.nan, table / 1e6)
         named = dict(zip(COLUMNS, table, strict=True))
         timed = dict(zip(COLUMNS, times, strict=True))
@@ -155,10 +174,27 @@ class RecordedSteps:
             interval_s=timed["interval_us"],
             elapsed_s=timed["elapsed_us"],
             preempted=named["preempted"],
+            generation_tokens=named["generation_tokens"],
+            brought=tuple(a - b for a, b in pairwise([*drafts, 0])) if drafts else (),
         )
 
     def __len__(self) -> int:
         return int(self.ended_s.size)
+
+    @property
+    def draft_tokens(self) -> int:
+        """How many drafts a decoding request verifies in a step, 0 where nobody knows."""
+        return 0 if self.server.shape is None else self.server.shape.draft_tokens
+
+    @property
+    def tokens_per_step(self) -> float:
+        """How many tokens a step brings a decoding request in the mean."""
+        times = np.array(self.brought, dtype=np.float64)
+        return (
+            float(np.average(np.arange(1, times.size + 1), weights=times))
+            if times.any()
+            else 1.0
+        )
 
 
 def steps_beside(recordings: Sequence[Path]) -> list[Path]:
@@ -210,7 +246,7 @@ def read_steps(paths: Iterable[Path]) -> list[RecordedSteps]:
     Raises: UsageError for what is no file of steps, or of another version, and for files of
         several engines that served at once.
     """
-    by_server: dict[str, tuple[Server, list[Ints]]] = {}
+    by_server: dict[str, tuple[Server, list[_Block]]] = {}
     spans: list[_Span] = []
     for path in paths:
         if _is_empty(path):
@@ -219,14 +255,12 @@ def read_steps(paths: Iterable[Path]) -> list[RecordedSteps]:
         key = msgspec.json.encode(server).decode()
         by_server.setdefault(key, (server, []))[1].extend(blocks)
         if blocks:
-            spans.append((path, blocks[0][0, 0] / 1e6, blocks[-1][0, -1] / 1e6))
+            spans.append((path, blocks[0].table[0, 0] / 1e6, blocks[-1].table[0, -1] / 1e6))
     _check_one_engine("steps", spans)
     found = [(server, blocks) for server, blocks in by_server.values() if blocks]
     if not found:
         raise UsageError("no step was recorded before the server ended", HOW)
-    each = [
-        RecordedSteps.of(server, np.concatenate(blocks, axis=1)) for server, blocks in found
-    ]
+    each = [RecordedSteps.of(server, blocks) for server, blocks in found]
     return sorted(each, key=lambda steps: float(steps.ended_s[-1]))
 
 
@@ -259,7 +293,7 @@ def _is_empty(path: Path) -> bool:
     return path.is_file() and not path.stat().st_size
 
 
-def _read_file(path: Path) -> tuple[Server, list[Ints]]:
+def _read_file(path: Path) -> tuple[Server, list[_Block]]:
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -303,8 +337,8 @@ def _with_shape(path: Path, server: Server) -> Server:
     return msgspec.structs.replace(server, shape=shape)
 
 
-def _unpacked(path: Path, number: int, line: bytes) -> Ints:
-    """Return one line's columns. Shapes: [len(COLUMNS), steps]."""
+def _unpacked(path: Path, number: int, line: bytes) -> _Block:
+    """Return one line's steps. Raises: UsageError."""
     try:
         packed = msgspec.json.decode(line, type=_Packed)
         content = zlib.decompress(base64.b64decode(packed.columns, validate=True))
@@ -312,7 +346,7 @@ def _unpacked(path: Path, number: int, line: bytes) -> Ints:
     except (*UNREADABLE, zlib.error, ValueError) as error:
         raise UsageError(f"{path}, line {number}: damaged: {error}", "leave it out") from None
     table[0] = np.cumsum(table[0])
-    return table
+    return _Block(table, packed.drafts)
 
 
 @dataclass(frozen=True, slots=True)

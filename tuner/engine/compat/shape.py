@@ -36,7 +36,7 @@ _NOT_COPIED = (
     "stream_interval",
 )
 _RECORDED: Final = ("parallel_config", "cache_config", "compilation_config", "scheduler_config")
-_EXTENSIONS: Final = ("speculative_config", "lora_config", "kv_transfer_config")
+_EXTENSIONS: Final = ("lora_config", "kv_transfer_config")
 _VARYING: Final = ("ngram", "ngram_gpu", "suffix", "custom_class", "extract_hidden_states")
 """Methods that draft by what the text is, or for a purpose of their own."""
 
@@ -128,8 +128,6 @@ def _varies(config: Any) -> str:
     named = f"speculative decoding by {method}"
     has_modules = getattr(config, "use_multi_module_mtp", None)
     reasons = (
-        # A recording says no more of it.
-        ("speculative decoding", method is None),
         (f"{named}, which drafts by what the text is", method in _VARYING),
         (f"{named}, whose drafts take slots", _has(config, "max_num_new_slots_for_drafting")),
         (
@@ -157,7 +155,9 @@ def recorded_shape(config: Mapping[str, Any], device: str, version: str) -> Engi
         TypeError or ValueError for what no recorder wrote.
     """
     model, (chosen, usual) = config["model_config"], config["scheduler_classes"]
+    drafting = config["speculative_config"]
     known = SimpleNamespace(
+        speculative_config=None if drafting is None else _recorded_drafting(drafting),
         model_config=SimpleNamespace(**model, get_vocab_size=lambda: model["vocab_size"]),
         **{name: SimpleNamespace(**config[name]) for name in _RECORDED},
         # Whether there is one is all that is kept of these.
@@ -170,6 +170,12 @@ def recorded_shape(config: Mapping[str, Any], device: str, version: str) -> Engi
     if notes:
         raise ShadowError(_cannot_stand_in(notes), "tune a spare machine with --method live")
     return _shape(known, int(known.cache_config.block_size), device, version)
+
+
+def _recorded_drafting(kept: Mapping[str, Any]) -> SimpleNamespace:
+    """Return what vLLM's own configuration says, where methods are asked."""
+    has_modules = bool(kept["use_multi_module_mtp"])
+    return SimpleNamespace(**{**kept, "use_multi_module_mtp": lambda: has_modules})
 
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
