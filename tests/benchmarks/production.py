@@ -56,6 +56,7 @@ OTHERS = (EngineLimits(4, 2048), EngineLimits(8, 512), EngineLimits(16, 2048))
 DETAILS = "--enable-logging-iteration-details"
 VOCABULARY = 4096
 ACCEPTED = (0.8, 0.5, 0.3)
+GREEDY = ("--override-generation-config", '{"temperature": 0}')
 SHOWN = (
     *(("ttft_s", "p50"), ("tpot_s", "p50"), ("e2e_s", "p50")),
     *(("tpot_s", "p95"), ("e2e_s", "p95")),
@@ -74,7 +75,7 @@ def served(trace: Trace, limits: EngineLimits, folder: Path, *, has_drafts: bool
     environment = {FILE: str(prod), STEPS: "1"}
     if has_drafts:
         drafts = drafting(DEMO_MODEL_DIR, folder / "eagle", len(ACCEPTED))
-        named += ["--speculative-config", json.dumps(drafts)]
+        named += ["--speculative-config", json.dumps(drafts), *GREEDY]
         environment |= accepting_environment(folder / "on", ACCEPTED)
     with serving(folder, *MIDDLEWARE, DETAILS, *named, environment=environment) as port:
         endpoint = Endpoint(f"http://127.0.0.1:{port}", MODEL)

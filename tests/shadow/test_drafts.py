@@ -13,6 +13,7 @@ from support.optional import not_none
 from support.same_replay import compare_with_the_reference
 from support.shadow_files import a_profile, a_trace_file
 from support.shadow_parts import a_shape
+from tuner.engine.demo import DEMO_MODEL_DIR
 from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import Drafts
 from tuner.errors import TooFewSamplesError, UsageError
@@ -30,7 +31,7 @@ from tuner.traffic.formats import ReadOptions, read_traces
 from tuner.traffic.traces import LoadModel
 
 RATES = (0.8, 0.5, 0.3)
-LIMITS = EngineLimits(16, 2048)
+LIMITS, LOWERED = EngineLimits(16, 2048), EngineLimits(8, 96)
 
 
 def a_drafting_profile(rates: tuple[float, ...] = RATES) -> Profile:
@@ -100,20 +101,26 @@ def test_the_simulator_and_vllm_agree_on_drafts() -> None:
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_a_real_engine_takes_the_steps_that_are_predicted(tmp_path: Path) -> None:
-    """So many requests in flight at any time, whatever a step takes."""
+@pytest.mark.parametrize("method", ["eagle", "draft_model"])
+def test_a_real_engine_takes_the_steps_that_are_predicted(tmp_path: Path, method: str) -> None:
+    """So many requests in flight at any time, whatever a step takes; the budget binds."""
     trace = read_traces([str(a_trace_file(tmp_path / "trace.jsonl", 60))], None, ReadOptions())
     plan = ReplayPlan(keep_steps=True, load_model=LoadModel.CLOSED, concurrency=6)
     with EngineProcess(DraftingSource(rates=RATES), tmp_path / "engine.log") as host:
-        started = host.start(drafting_values(tmp_path, 3), LIMITS)
+        values = drafting_values(tmp_path, 3)
+        if method == "draft_model":
+            drafts = {"model": str(DEMO_MODEL_DIR), "num_speculative_tokens": 3}
+            values["speculative-config"] = {"method": method, **drafts}
+        started = host.start(values, LIMITS)
         host.load("trace", trace, 0)
-        log = host.replay("trace", LIMITS, plan)
+        log = host.replay("trace", LOWERED, plan)
     shape = not_none(started.shape)
-    seen = Calibration(shape, (), (), LIMITS, {}).and_brought(log.brought).accepted
+    assert not_none(shape.drafts).slots == (method == "draft_model")
+    seen = Calibration(shape, (), (), LOWERED, {}).and_brought(log.brought).accepted
     assert seen == pytest.approx(RATES, abs=0.06)
     model = StepModel.linear(0.01, 0.0, 0.0)
     engine = SimulatedEngine(shape, started.info.num_blocks, model, LIMITS, seen)
-    predicted = simulate(engine, PreparedTrace(trace, plan), LIMITS, plan)
+    predicted = simulate(engine, PreparedTrace(trace, plan), LOWERED, plan)
     for count in ("steps", "prefill_tokens"):
         live = getattr(log.steps, count)
         assert getattr(predicted.steps, count) == pytest.approx(live, rel=0.05)

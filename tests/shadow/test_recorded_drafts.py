@@ -31,6 +31,7 @@ METHOD = {
     "num_speculative_tokens": 3,
     "max_num_new_slots_for_drafting": 0,
     "use_multi_module_mtp": False,
+    "sample_from_anchor": True,
 }
 
 
@@ -158,7 +159,7 @@ def test_starts_that_draft_otherwise_are_no_steps_of_one_engine(
     ("changed", "why"),
     [
         ({"method": "ngram"}, "which drafts by what the text is"),
-        ({"max_num_new_slots_for_drafting": 1}, "whose drafts take slots"),
+        ({"num_speculative_tokens_per_batch_size": [[1, 4, 3]]}, "as many tokens as fit"),
         ({"use_multi_module_mtp": True}, "by several modules"),
     ],
 )

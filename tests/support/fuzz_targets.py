@@ -220,6 +220,7 @@ ROW: Final = (
 def recordings() -> Iterator[tuple[str, Target]]:
     """Yield what `tune profile fit` reads."""
     heads = {"method": "mtp", "num_speculative_tokens": 3, "use_multi_module_mtp": False}
+    heads |= {"sample_from_anchor": True}
     files = (_steps(), _steps(64), _steps(drafting=heads))
     yield (
         "recorded/steps",

@@ -102,6 +102,9 @@ def _with_drafts(seed: int, case: Case) -> Case:
     rng, engine = np.random.default_rng([seed, 6]), case.engine
     tokens = int(rng.choice([1, 2, 3, 5]))
     drafts = Drafts(str(rng.choice(["eagle", "mtp", "medusa"])), tokens)
+    ways = np.random.default_rng([seed, 7])
+    if ways.random() < 0.5:
+        drafts = _with_slots(ways, tokens, engine.shape)
     accepted = np.sort(rng.random(tokens))[::-1] * float(rng.choice([0.5, 1.0]))
     # Other graphs serve steps whose drafts the budget cuts short.
     is_ahead = bool(rng.random() < 0.6)
@@ -115,10 +118,34 @@ def _with_drafts(seed: int, case: Case) -> Case:
         step_model=replace(engine.step_model, graphs=graphs),
         accepted=tuple(accepted.tolist()),
     )
-    limits = case.limits
-    if limits.max_num_batched_tokens < longest and not engine.shape.scheduler[CHUNKS]:
-        limits = replace(limits, max_num_batched_tokens=longest)
-    return replace(case, engine=engine, limits=limits)
+    limits, least = case.limits, drafts.slots + 1
+    if not engine.shape.scheduler[CHUNKS]:
+        least = longest + drafts.slots
+    if not engine.shape.counts_slots_by_step:
+        least += drafts.slots * (limits.max_num_seqs - 1)
+    budget = max(limits.max_num_batched_tokens, least)
+    limits = replace(limits, max_num_batched_tokens=budget)
+    ceiling = replace(
+        engine.ceiling,
+        max_num_batched_tokens=max(budget, engine.ceiling.max_num_batched_tokens),
+    )
+    return replace(case, engine=replace(engine, ceiling=ceiling), limits=limits)
+
+
+def _with_slots(rng: np.random.Generator, tokens: int, shape: EngineShape) -> Drafts:
+    """Return a way to draft of its vLLM for which each request takes some of the budget."""
+    fills_in = shape.is_since(32) and bool(rng.random() < 0.5)
+    ways = [
+        Drafts("eagle", tokens, tokens - 1),
+        Drafts("draft_model", tokens, 1),
+        Drafts("draft_model", tokens, tokens),
+    ]
+    if shape.is_since(28):
+        ways += [
+            Drafts("dflash", tokens, tokens, fills_in=True),
+            Drafts("dspark", tokens, tokens - 1, fills_in=fills_in),
+        ]
+    return ways[int(rng.integers(len(ways)))]
 
 
 def _groups(rng: np.random.Generator, block: int) -> dict[str, Any]:

@@ -27,7 +27,8 @@ class EngineInfo:
     engine started with them would have. `sampling` is a sentence on how tokens are.
     `has_priorities` tells whether requests of a smaller priority are served first.
     `draft_tokens` is how many drafts each decoding sequence verifies in a step, 0 where their
-    number is not the same in all.
+    number is not the same in all, `draft_slots` what each request takes of the token budget
+    beside its tokens.
     """
 
     kind: str
@@ -47,6 +48,7 @@ class EngineInfo:
     sampling: str = ""
     has_priorities: bool = False
     draft_tokens: int = 0
+    draft_slots: int = 0
 
     @classmethod
     def of_shadow(
@@ -54,7 +56,7 @@ class EngineInfo:
     ) -> Self:
         """Return what is known of the engine that a shadow stands in for."""
         names = ["device", "dtype", "vllm_version", "vocab_size", "max_model_len"]
-        names += ["block_size", "asynchronous", "has_priorities", "draft_tokens"]
+        names += ["block_size", "asynchronous", "has_priorities", "draft_tokens", "draft_slots"]
         return cls(
             kind="shadow",
             num_blocks=num_blocks,

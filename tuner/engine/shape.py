@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tuner.engine.limits import EngineLimits
-from tuner.errors import UsageError
+from tuner.errors import EngineError, UsageError
 from tuner.stats import Floats, Ints
 
 # The kind of KV cache of a model whose layers all see the whole context.
@@ -141,18 +141,29 @@ class Graphs:
 NO_GRAPHS = Graphs()
 
 
-EAGLES: Final = ("eagle", "eagle3", "mtp")
+EAGLES: Final = ("eagle", "eagle3", "mtp", "dflash", "dspark")
 """Methods that draft from hidden states: these take blocks ahead, and drop the last of a hit.
 
 Source: vllm/config/speculative.py, SpeculativeConfig.use_eagle.
 """
+
+FILLING: Final = ("dflash", "dspark")
+"""Those of them that draft all tokens at once, of which some read one more."""
+
+DRAFT_MODEL: Final = "draft_model"
+"""Drafting by a model of its own, which takes blocks ahead too."""
+
+
+SLOTS_BY_STEP: Final = 28
+"""Since vLLM 0.28 what drafts takes of a step's budget goes by the requests in the step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
     """How an engine drafts tokens ahead: always so many, which its next step verifies.
 
-    `method` is vLLM's name of it.
+    `method` is vLLM's name of it. Each request takes `slots` of a step's token budget beside
+    its tokens, for what is computed to draft. Who `fills_in` reads a token further ahead.
 
     Source: vllm/config/speculative.py, SpeculativeConfig.
     Raises: UsageError without a token.
@@ -160,11 +171,46 @@ class Drafts:
 
     method: str
     tokens: int
+    slots: int = 0
+    fills_in: bool = False
 
     def __post_init__(self) -> None:
         """Check the tokens."""
         if self.tokens < 1:
             raise UsageError(f"drafts.tokens must be 1 or more, got {self.tokens}")
+
+    @property
+    def drops_hit(self) -> bool:
+        """Whether the last block of a prefix that is found cached is computed anew."""
+        return self.method in EAGLES
+
+    @property
+    def lookahead_tokens(self) -> int:
+        """For how many tokens ahead of a batch what drafts writes keys and values.
+
+        Source: vllm/config/vllm.py, VllmConfig.num_lookahead_tokens.
+        """
+        reads_ahead = self.drops_hit or self.method == DRAFT_MODEL
+        return self.tokens + self.fills_in if reads_ahead else 0
+
+
+def left_for_tokens(limits: EngineLimits, slots: int, *, by_step: bool) -> int:
+    """Return how many tokens of the budget a step has left where requests take slots of it.
+
+    `by_step` who is in a step takes its slots of it, else each of max_num_seqs, of every step.
+
+    Source: vllm/config/vllm.py, VllmConfig._set_max_num_scheduled_tokens;
+        vllm/v1/core/sched/scheduler.py, schedule.
+    Raises: EngineError where nothing is left: such an engine does not start.
+    """
+    taken = slots * (1 if by_step else limits.max_num_seqs)
+    if taken >= limits.max_num_batched_tokens:
+        raise EngineError(
+            f"what drafts takes {taken} of {limits.max_num_batched_tokens} tokens "
+            "(max_num_batched_tokens), and leaves none to compute",
+            "raise max_num_batched_tokens, or draft fewer tokens",
+        )
+    return limits.max_num_batched_tokens - (0 if by_step else taken)
 
 
 def accepted_rates(brought: Sequence[int]) -> tuple[float, ...]:
@@ -290,13 +336,19 @@ class EngineShape:
         return 0 if self.drafts is None else self.drafts.tokens
 
     @property
-    def lookahead_tokens(self) -> int:
-        """For how many tokens ahead of a batch a head that drafts writes keys and values.
+    def draft_slots(self) -> int:
+        """What each request takes of a step's token budget beside its tokens."""
+        return 0 if self.drafts is None else self.drafts.slots
 
-        Source: vllm/config/vllm.py, VllmConfig.num_lookahead_tokens.
-        """
-        reads_ahead = self.drafts is not None and self.drafts.method in EAGLES
-        return self.draft_tokens if reads_ahead else 0
+    @property
+    def lookahead_tokens(self) -> int:
+        """For how many tokens ahead of a batch what drafts writes keys and values."""
+        return 0 if self.drafts is None else self.drafts.lookahead_tokens
+
+    @property
+    def counts_slots_by_step(self) -> bool:
+        """Whether what drafts takes of a step's budget goes by who is in the step."""
+        return self.is_since(SLOTS_BY_STEP)
 
     @property
     def devices(self) -> int:

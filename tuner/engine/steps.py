@@ -268,13 +268,16 @@ class StepLog:
     """Collects steps while a replay runs.
 
     With `keep` every step stays at hand as a row of columns. Steps that were `predicted` are
-    not compared with their like: no machine disturbs them.
+    not compared with their like: no machine disturbs them. Requests take `draft_slots` of the
+    token budget beside their tokens.
     """
 
-    def __init__(self, *, keep: bool = False, predicted: bool = False) -> None:
+    def __init__(
+        self, *, keep: bool = False, predicted: bool = False, draft_slots: int = 0
+    ) -> None:
         self._rows: array[float] = array("d")
         self._kept: list[StepColumns] = []
-        self._keep, self._predicted = keep, predicted
+        self._keep, self._predicted, self._draft_slots = keep, predicted, draft_slots
         self._steps = self._prefill = self._cached = self._preempted = self._fullest = 0
         self._duration_s = self._host_bound_s = 0.0
         self._decode, self._by_batch = LogHistogram(), dict[int, LogHistogram]()
@@ -323,7 +326,7 @@ class StepLog:
         self._cached += int(rows.cached_tokens.sum())
         self._preempted += int(rows.preempted.sum())
         self._costs.add(rows)
-        fullest = int(rows.tokens.max())
+        fullest = int((rows.tokens + self._draft_slots * rows.running).max())
         self._fullest = max(self._fullest, fullest)
         for name in LEVELS:
             self._levels[name].add(getattr(rows, name), rows.duration_s)

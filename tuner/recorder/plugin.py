@@ -131,8 +131,11 @@ def _kept_drafting(drafting: Any) -> dict[str, Any] | None:  # noqa: ANN401
     if drafting is None:
         return None
     has_modules = getattr(drafting, "use_multi_module_mtp", None)
-    several = {"use_multi_module_mtp": has_modules is not None and bool(has_modules())}
-    return _plain(drafting, DRAFTING) | several
+    model = getattr(getattr(drafting, "draft_model_config", None), "hf_config", None)
+    return _plain(drafting, DRAFTING) | {
+        "use_multi_module_mtp": has_modules is not None and bool(has_modules()),
+        "sample_from_anchor": bool(getattr(model, "sample_from_anchor", True)),
+    }
 
 
 def _plain(part: Any, names: Iterable[str]) -> dict[str, Any]:  # noqa: ANN401

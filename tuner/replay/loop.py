@@ -199,8 +199,9 @@ class _Replay:
             self._engine.prepare(row, self._prompts.prompt(row), self._outputs[row])
 
     def _new_steps(self) -> StepLog:
-        is_predicted = self._engine.info.kind == "shadow"
-        return StepLog(keep=self._plan.keep_steps, predicted=is_predicted)
+        info, keep = self._engine.info, self._plan.keep_steps
+        is_predicted = info.kind == "shadow"
+        return StepLog(keep=keep, predicted=is_predicted, draft_slots=info.draft_slots)
 
     def run(self, on_progress: Callable[[Progress], bool] | None) -> ReplayLog:
         """Replay to the end, or until a cut rule or the caller stops it."""

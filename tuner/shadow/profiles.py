@@ -331,6 +331,8 @@ class _KvStart(_Record):
 class _Drafts(_Record):
     method: str
     tokens: Natural
+    slots: Natural
+    fills_in: bool
 
 
 class _Shape(_Record, rename={"captured_sizes": "captured_sizes_tokens"}):

@@ -73,7 +73,7 @@ class ReferenceEngine(GuardedEngine):
     ) -> None:
         self._shape, self.timer, self._limits = shape, timer, ceiling
         self._core: SchedulerCore | None = SchedulerCore(shape, ceiling, num_blocks, accepted)
-        self._core.set_limits(ceiling.max_num_seqs, ceiling.max_num_batched_tokens)
+        self._core.set_limits(ceiling)
         self._sent: deque[_Sent] = deque()
         self._batches = BatchReader()
         self._arrived = 0
@@ -91,7 +91,7 @@ class ReferenceEngine(GuardedEngine):
         return self._core
 
     def _take(self, limits: EngineLimits) -> None:
-        self._open.set_limits(limits.max_num_seqs, limits.max_num_batched_tokens)
+        self._open.set_limits(limits)
 
     def _forget(self) -> None:
         if not self._open.reset_prefix_cache():

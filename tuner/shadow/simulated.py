@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tuner.engine.limits import EngineLimits
-from tuner.engine.shape import EngineShape, KvLayout, check_rates
+from tuner.engine.shape import EngineShape, KvLayout, check_rates, left_for_tokens
 from tuner.errors import EngineError, ShadowError
 from tuner.replay.plan import ReplayPlan
 from tuner.shadow.prepared import PreparedTrace, fixed
@@ -155,8 +155,9 @@ def integers(
     g[s.DONE], g[s.LAST_PREFILL] = -1, 0
     g[s.FREE] = g[s.ALL_BLOCKS] = engine.num_blocks - 1
     g[s.FREE_SLOTS] = g[s.SLOTS] = slots
-    g[s.CAP], g[s.BUDGET] = min(limits.max_num_seqs, n), limits.max_num_batched_tokens
+    g[s.CAP] = min(limits.max_num_seqs, n)
     g[s.INPUT_BUDGET] = engine.ceiling.max_num_batched_tokens
+    _go_by_slots(g, shape, limits)
     g[s.THRESHOLD] = int(_option(shape, "long_prefill_token_threshold"))
     g[s.ADAPTIVE] = bool(_option(shape, "long_prefill_token_threshold_adaptive"))
     g[s.CHUNKS] = bool(_option(shape, "enable_chunked_prefill", 1))
@@ -180,10 +181,18 @@ def integers(
     return g
 
 
+def _go_by_slots(g: NDArray[np.int64], shape: EngineShape, limits: EngineLimits) -> None:
+    """Set how much of the token budget what drafts takes of it. Raises: EngineError."""
+    slots, by_step = shape.draft_slots, shape.counts_slots_by_step
+    g[s.BUDGET], g[s.DRAFT_SLOTS] = left_for_tokens(limits, slots, by_step=by_step), slots
+    if slots and by_step:
+        g[s.BESIDE], g[s.INPUT_BUDGET] = slots, g[s.BUDGET]
+
+
 def _go_by_drafts(g: NDArray[np.int64], shape: EngineShape) -> int:
     """Set how much decoding requests verify; return for how many tokens ahead there is room."""
     g[s.DRAFTS], g[s.LOOKAHEAD] = shape.draft_tokens, shape.lookahead_tokens
-    g[s.DROPS_HIT] = shape.lookahead_tokens > 0
+    g[s.DROPS_HIT] = shape.drafts is not None and shape.drafts.drops_hit
     batches = 2 if shape.asynchronous else 1
     return batches * shape.draft_tokens + shape.lookahead_tokens
 

@@ -12,6 +12,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
@@ -26,7 +27,7 @@ from tuner.engine.compat.serve import (
 from tuner.engine.compat.shape import captured_sizes, drafts_of, read_shape
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Batch, Emitted, EngineInfo, Step, spread_tokens
-from tuner.engine.shape import EngineShape
+from tuner.engine.shape import SLOTS_BY_STEP, Drafts, EngineShape, is_since, left_for_tokens
 from tuner.engine.steps import NO_WAIT_S
 from tuner.errors import EngineError
 
@@ -130,6 +131,14 @@ class Core:
         return result
 
     @property
+    def _drafts(self) -> Drafts | None:
+        return drafts_of(self._core.vllm_config.speculative_config, vllm_version())
+
+    @property
+    def _draft_slots(self) -> int:
+        return 0 if self._drafts is None else self._drafts.slots
+
+    @property
     def _ceiling(self) -> EngineLimits:
         started = self._core.vllm_config.scheduler_config
         return EngineLimits(int(started.max_num_seqs), int(started.max_num_batched_tokens))
@@ -151,7 +160,7 @@ class Core:
     def info(self) -> EngineInfo:
         """Describe the running engine."""
         config = self._core.vllm_config
-        drafts = drafts_of(config.speculative_config)
+        drafts = self._drafts
         return EngineInfo(
             kind="live",
             device=device_name(),
@@ -169,6 +178,7 @@ class Core:
             sampling=self._sampling_text,
             has_priorities=config.scheduler_config.policy == "priority",
             draft_tokens=0 if drafts is None else drafts.tokens,
+            draft_slots=self._draft_slots,
         )
 
     def shape(self) -> EngineShape:
@@ -190,9 +200,7 @@ class Core:
             raise EngineError(
                 "this engine cannot change its limits: restart it with the new ones"
             )
-        cap, budget = self._limit_names
-        setattr(self._scheduler, cap, limits.max_num_seqs)
-        setattr(self._scheduler, budget, limits.max_num_batched_tokens)
+        change_limits(self._scheduler, self._limit_names, limits, self._draft_slots)
         if self._has_own_graphs:
             self._show_graphs(limits)
 
@@ -409,19 +417,36 @@ def limit_names(scheduler: Any) -> tuple[str, str] | None:
     0.31 and later separate admission (`max_num_active_reqs`) from the runner's slots; before,
     `max_num_running_reqs` is both and may be lowered while nothing runs.
 
-    None where one is missing, or drafts take slots of their own: these are counted against the
-    budget of the start, in some versions once and for all.
-
-    Source: vllm/config/speculative.py, SpeculativeConfig.max_num_new_slots_for_drafting.
+    None where one is missing.
     """
-    drafts = getattr(getattr(scheduler, "vllm_config", None), "speculative_config", None)
-    if getattr(drafts, "max_num_new_slots_for_drafting", 0):
-        return None
     budget = "max_num_scheduled_tokens"
     for cap in ("max_num_active_reqs", "max_num_running_reqs"):
         if hasattr(scheduler, cap) and hasattr(scheduler, budget):
             return cap, budget
     return None
+
+
+def change_limits(
+    scheduler: Any, names: tuple[str, str], limits: EngineLimits, slots: int
+) -> None:
+    """Give an idle scheduler the limits of an engine that was started with them.
+
+    Where each request takes slots of the budget to draft, newer versions count them in each
+    step, against the batch of their own configuration, older ones once and for all.
+
+    Source: vllm/v1/core/sched/scheduler.py, schedule; vllm/config/vllm.py, VllmConfig.
+    Raises: EngineError where drafts leave nothing of the budget.
+    """
+    cap, budget = names
+    by_step = is_since(vllm_version(), SLOTS_BY_STEP)
+    tokens = left_for_tokens(limits, slots, by_step=by_step)
+    setattr(scheduler, cap, limits.max_num_seqs)
+    setattr(scheduler, budget, tokens)
+    if slots and by_step:
+        # Of its own, as the model runner's stays that of the start.
+        own = copy(scheduler.scheduler_config)
+        own.max_num_batched_tokens = tokens
+        scheduler.scheduler_config = own
 
 
 class BatchReader:

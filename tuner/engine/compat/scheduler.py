@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
-from tuner.engine.compat.core import limit_names
+from tuner.engine.compat.core import change_limits, limit_names
 from tuner.engine.compat.serve import parse_serve_values, quiet, resolve_config
 from tuner.engine.compat.shape import plain_group
 from tuner.engine.demo import demo_engine_args
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Emitted, Prompt
 from tuner.engine.shape import (
-    EAGLES,
+    DRAFT_MODEL,
+    FILLING,
     FULL_ATTENTION,
     RETENTION,
     Drafts,
@@ -64,9 +66,8 @@ def stand_in_config(shape: EngineShape, ceiling: EngineLimits) -> Any:
             )
         setattr(scheduler, name, value)
     scheduler.async_scheduling = shape.asynchronous
-    if shape.drafts is not None and shape.drafts.method in EAGLES:
-        # Of a draft model's own config nothing is asked but which kind it is.
-        config.speculative_config.method = "eagle"
+    if shape.drafts is not None:
+        _go_by(config.speculative_config, shape.drafts)
     config.cache_config.enable_prefix_caching = shape.prefix_caching
     config.cache_config.block_size = shape.block_size
     return config
@@ -79,6 +80,20 @@ def _drafting(drafts: Drafts) -> Mapping[str, object]:
         "num_speculative_tokens": drafts.tokens,
         "prompt_lookup_max": 2,
     }
+
+
+def _go_by(drafting: Any, drafts: Drafts) -> None:
+    """Have a speculative configuration answer what the scheduler asks as another method's.
+
+    Of what drafts nothing is asked but which kind it is, and how it drafts all at once.
+    """
+    if not drafts.drops_hit and drafts.method != DRAFT_MODEL:
+        return
+    is_head = drafts.drops_hit and drafts.method not in FILLING
+    drafting.method = "eagle" if is_head else drafts.method
+    drafting.parallel_drafting = drafts.slots > (drafts.method == DRAFT_MODEL)
+    model = SimpleNamespace(sample_from_anchor=not drafts.fills_in)
+    drafting.draft_model_config = SimpleNamespace(hf_config=model)
 
 
 def kv_cache_config(shape: EngineShape, num_blocks: int) -> Any:
@@ -206,7 +221,8 @@ class SchedulerCore:
         names = limit_names(self.scheduler)
         if names is None:
             raise EngineError("this vLLM cannot change its scheduler limits: it has no shadow")
-        self._cap_name, self._budget_name = names
+        self._limit_names = names
+        self._slots = shape.draft_slots
         self._pool: Any = self.scheduler.kv_cache_manager.block_pool
         self.caches = shape.prefix_caching
         self.queue_size = 2 if shape.asynchronous else 1
@@ -216,10 +232,9 @@ class SchedulerCore:
         self._draft = [_TOKEN] * (0 if shape.asynchronous else shape.draft_tokens)
         self._rounds: dict[str, int] = {}
 
-    def set_limits(self, cap: int, budget: int) -> None:
-        """Set cap and token budget of whatever is in the scheduler's sight."""
-        setattr(self.scheduler, self._cap_name, cap)
-        setattr(self.scheduler, self._budget_name, budget)
+    def set_limits(self, limits: EngineLimits) -> None:
+        """Set the limits of whatever is in the scheduler's sight. Raises: EngineError."""
+        change_limits(self.scheduler, self._limit_names, limits, self._slots)
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached blocks; False if vLLM could not."""

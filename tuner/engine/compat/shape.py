@@ -16,6 +16,7 @@ from tuner.engine.shape import (
     Drafts,
     EngineShape,
     KvGroup,
+    is_since,
 )
 from tuner.errors import ShadowError
 
@@ -106,22 +107,33 @@ def _shape(vllm_config: Any, block_size: int, device: str, version: str) -> Engi
         scheduler=_plain_options(vllm_config.scheduler_config),
         captures_mixed=_captures_mixed(vllm_config),
         model_sets_graphs=str(model.architecture) in SETTING_GRAPHS,
-        drafts=drafts_of(vllm_config.speculative_config),
+        drafts=drafts_of(vllm_config.speculative_config, version),
     )
 
 
-def drafts_of(config: Any) -> Drafts | None:
+def drafts_of(config: Any, version: str) -> Drafts | None:
     """Return how an engine drafts, None where it does not, or where their number varies."""
     if config is None or _varies(config):
         return None
-    return Drafts(str(config.method), int(config.num_speculative_tokens))
+    slots = int(getattr(config, "max_num_new_slots_for_drafting", 0))
+    method, tokens = str(config.method), int(config.num_speculative_tokens)
+    return Drafts(method, tokens, slots, fills_in=_fills_in(config, version))
+
+
+def _fills_in(config: Any, version: str) -> bool:
+    """Whether what drafts reads one token more than it drafts, in a version of vLLM.
+
+    Source: vllm/config/vllm.py, VllmConfig.num_lookahead_tokens; before 0.28
+        vllm/v1/core/sched/scheduler.py.
+    """
+    if config.method == "dspark" and is_since(version, 32):
+        model = config.draft_model_config.hf_config
+        return not getattr(model, "sample_from_anchor", True)
+    return bool(config.method == "dflash" and is_since(version, 23))
 
 
 def _varies(config: Any) -> str:
-    """Return why how much is drafted is not the same in every step, in words; nothing if it is.
-
-    Drafts that take slots of the budget leave no room to change it on a running engine.
-    """
+    """Return why how much is drafted is not the same in every step, in words, if it is not."""
     if config is None:
         return ""
     method = getattr(config, "method", None)
@@ -129,7 +141,6 @@ def _varies(config: Any) -> str:
     has_modules = getattr(config, "use_multi_module_mtp", None)
     reasons = (
         (f"{named}, which drafts by what the text is", method in _VARYING),
-        (f"{named}, whose drafts take slots", _has(config, "max_num_new_slots_for_drafting")),
         (
             f"{named} of as many tokens as fit the batch",
             _has(config, "num_speculative_tokens_per_batch_size"),
@@ -175,7 +186,12 @@ def recorded_shape(config: Mapping[str, Any], device: str, version: str) -> Engi
 def _recorded_drafting(kept: Mapping[str, Any]) -> SimpleNamespace:
     """Return what vLLM's own configuration says, where methods are asked."""
     has_modules = bool(kept["use_multi_module_mtp"])
-    return SimpleNamespace(**{**kept, "use_multi_module_mtp": lambda: has_modules})
+    model = SimpleNamespace(sample_from_anchor=bool(kept["sample_from_anchor"]))
+    asked = {
+        "use_multi_module_mtp": lambda: has_modules,
+        "draft_model_config": SimpleNamespace(hf_config=model),
+    }
+    return SimpleNamespace(**{**kept, **asked})
 
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"

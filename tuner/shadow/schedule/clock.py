@@ -160,7 +160,8 @@ def note_steps(
     x[s.STEPS_S] += took_s
     x[s.CACHED_N] += cached
     x[s.PREEMPTED_N] += preempted
-    x[s.FULLEST] = max(x[s.FULLEST], decodes + drafts + prefill)
+    counted = decodes + drafts + prefill + g[s.DRAFT_SLOTS] * running
+    x[s.FULLEST] = max(x[s.FULLEST], counted)
     x[s.PEAK_RUNNING] = max(x[s.PEAK_RUNNING], running)
     x[s.PEAK_WAITING] = max(x[s.PEAK_WAITING], waiting)
     x[s.PEAK_USED] = max(x[s.PEAK_USED], most_used)

@@ -199,7 +199,8 @@ def _admit_waiting(g, w, sl, r, q, tr, kv, budget, threshold, defers):
     batch, block, any_admitted = batch_at(g, g[s.STEP]), g[s.BLOCK], False
     # Who was admitted in this step is not among those that ran before.
     carries, ran = g[s.CARRIES], w[batch + s.B_DECODES]
-    while budget > 0 and g[s.WAITING] > 0 and g[s.RUNNING] < g[s.CAP]:
+    beside = g[s.BESIDE]
+    while budget > beside and g[s.WAITING] > 0 and g[s.RUNNING] < g[s.CAP]:
         where = head_of_queue(g, w, sl, r, q, tr)
         slot = w[g[s.AT_FRONT] + where] if where >= 0 else -1
         row = sl[slot, s.ROW] if where >= 0 else r[-1 - where, s.QUEUE]
@@ -212,15 +213,15 @@ def _admit_waiting(g, w, sl, r, q, tr, kv, budget, threshold, defers):
         if defers and before < tokens - 1:
             break
         wanted = tokens - before
-        padded = padding(g, carries, ran, before, wanted, budget)
+        padded = padding(g, carries, ran, before, wanted, budget - beside)
         if padded < 0:
             break
         wanted += padded
         if 0 < threshold < wanted:
             wanted = threshold
-        if not g[s.CHUNKS] and wanted > budget:
+        if not g[s.CHUNKS] and wanted > budget - beside:
             break
-        wanted = min(wanted, budget)
+        wanted = min(wanted, budget - beside)
         spare = g[s.FREE] - idle - (g[s.WATERMARK] if g[s.RUNNING] > 0 else 0)
         if g[s.RESERVES] and _reserved(g, tokens, hits) > spare:
             break
@@ -259,7 +260,7 @@ def _admit_waiting(g, w, sl, r, q, tr, kv, budget, threshold, defers):
             sl[slot, s.STATE] = s.PREFILLS
             g[s.PREFILLING] += 1
             g[s.LAST_PREFILL] = slot
-        budget -= wanted
+        budget -= wanted + beside
         any_admitted = True
     return any_admitted
 
@@ -301,8 +302,8 @@ def _schedule_running(g, x, w, sl, f, r, tr, kv, threshold, defers):
         held_blocks(g, sl, slot)
     if g[s.WINDOWED] and not g[s.IS_CACHED]:
         overtake(g, w, g[s.STEP])  # each slides by itself
-    budget, preempted, i = g[s.BUDGET], 0, 0
-    while i < g[s.RUN_LENGTH] and budget > 0:
+    budget, beside, preempted, i = g[s.BUDGET], g[s.BESIDE], 0, 0
+    while i < g[s.RUN_LENGTH] and budget > beside:
         slot = w[g[s.AT_RUN] + i]
         i += 1
         if slot < 0:
@@ -324,13 +325,14 @@ def _schedule_running(g, x, w, sl, f, r, tr, kv, threshold, defers):
                 continue
             if 0 < threshold < wanted:
                 wanted = threshold
-            wanted = min(wanted, budget)
+            wanted = min(wanted, budget - beside)
         needed = _needed(g, before + wanted, g[s.LOOKAHEAD])
         fits, omitted = True, 0
         slide(g, sl, kv, slot, settled_before(g, sl, slot))
         while g[s.GROUPS] * (needed - sl[slot, s.BLOCKS]) > g[s.FREE]:
             worst = _worst(g, w, sl, tr)
-            budget += sl[worst, s.TAKEN]
+            if sl[worst, s.TAKEN] > 0:
+                budget += sl[worst, s.TAKEN] + beside
             if (
                 g[s.OMITS]
                 and sl[worst, s.TAKEN] == 0
@@ -352,7 +354,7 @@ def _schedule_running(g, x, w, sl, f, r, tr, kv, threshold, defers):
         if g[s.IS_CACHED]:
             cache_up_to(g, sl, kv, slot, min(before + wanted, known))
         sl[slot, s.TAKEN] = wanted
-        budget -= wanted
+        budget -= wanted + beside
         while omitted > 0 and i < g[s.RUN_LENGTH]:
             omitted -= w[g[s.AT_RUN] + i] >= 0
             i += 1
