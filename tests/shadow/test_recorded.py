@@ -22,6 +22,7 @@ from support.recorded_parts import (
     a_recording,
     a_server,
     found_idle,
+    left_early,
     recorded,
     served,
 )
@@ -120,15 +121,7 @@ def test_every_batch_comes_back_with_its_contexts(tmp_path: Path, *, has_details
 def test_requests_that_their_clients_left_are_in_the_batches(tmp_path: Path) -> None:
     trace = steady(300, per_s=6.0, prompt=100, output=60)
     true, steps, (source, *rows) = recorded(served(trace=trace), trace=trace)
-    for number, row in enumerate(rows):
-        if number % 3:
-            known = msgspec.json.decode(row, type=Row)
-            assert known.e2e_s is not None
-            # It left a millisecond after its last token, before the next one came.
-            cut: dict[str, Any] = {"status": "abort", "decode_s": None, "prefill_s": None}
-            cut["e2e_s"] = known.e2e_s + 0.001
-            rows[number] = row_line(msgspec.structs.replace(known, **cut))
-    (found,), requests = read(tmp_path, steps, [source, *rows])
+    (found,), requests = read(tmp_path, steps, [source, *left_early(rows)])
     rebuilt = rebuild(found, requests)
     assert rebuilt.requests == len(trace)
     assert len(rebuilt.steps) > 0.97 * len(true)

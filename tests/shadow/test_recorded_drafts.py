@@ -10,13 +10,20 @@ import msgspec
 import numpy as np
 import pytest
 
-from support.recorded_parts import LIMITS, TRACE, a_config, a_server, recorded, served
+from support.recorded_parts import (
+    LIMITS,
+    TRACE,
+    a_config,
+    a_server,
+    left_early,
+    recorded,
+    served,
+)
 from support.traffic import steady
 from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import Drafts
 from tuner.engine.steps import StepColumns
 from tuner.errors import Caveat, ShadowError, TooFewSamplesError
-from tuner.recorder.rows import Row, row_line
 from tuner.replay.plan import ReplayPlan
 from tuner.shadow.correction import by_steps
 from tuner.shadow.learnt import learn_profile
@@ -89,15 +96,7 @@ def test_batches_come_back_with_what_they_verified(tmp_path: Path, lines: Lines)
 def test_so_they_do_where_most_clients_left_before_the_end(tmp_path: Path) -> None:
     trace = steady(300, per_s=6.0, prompt=100, output=60)
     true, steps, (source, *rows) = drafting(drafting_server(), trace)
-    left = list(rows)
-    for number, row in enumerate(rows):
-        if number % 3:
-            known = msgspec.json.decode(row, type=Row)
-            assert known.e2e_s is not None
-            cut: dict[str, Any] = {"status": "abort", "decode_s": None, "prefill_s": None}
-            cut["e2e_s"] = known.e2e_s + 0.001
-            left[number] = row_line(msgspec.structs.replace(known, **cut))
-    found, requests = read(tmp_path, steps, [source, *left])
+    found, requests = read(tmp_path, steps, [source, *left_early(rows)])
     hold_together(true, rebuild(found, requests), found.ended_s)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,22 @@ def recorded(
         [head, steps_line(numbers, drafts)],
         [header_line(source), *map(row_line, rows)],
     )
+
+
+def left_early(rows: Sequence[bytes]) -> list[bytes]:
+    """Return the rows of requests of which two thirds were left by their clients.
+
+    A millisecond after their last token, before the next one came.
+    """
+    found = list(rows)
+    for number, row in enumerate(rows):
+        if number % 3:
+            known = msgspec.json.decode(row, type=Row)
+            assert known.e2e_s is not None
+            cut: dict[str, Any] = {"status": "abort", "decode_s": None, "prefill_s": None}
+            cut["e2e_s"] = known.e2e_s + 0.001
+            found[number] = row_line(msgspec.structs.replace(known, **cut))
+    return found
 
 
 def found_idle(steps: StepColumns) -> Bools:
