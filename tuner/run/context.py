@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Self
@@ -186,6 +186,13 @@ class RunContext:
     def choice(self, draws: Draws) -> Choice:
         """Return what draws say beside the current setting, as sure as the aim asks."""
         return Choice(draws, self.space.current, self.aim.confidence)
+
+    def worded(
+        self, found: Collection[Caveat], own: Iterable[tuple[Caveat, str]] = ()
+    ) -> dict[Caveat, str]:
+        """Return the text of each caveat in a fixed order: its own, the run's, or the usual."""
+        texts = self.caveat_texts | dict(own)
+        return {caveat: texts.get(caveat, caveat.text) for caveat in Caveat if caveat in found}
 
     @property
     def within_time(self) -> CutRule:

@@ -156,11 +156,8 @@ class _Run:
         if scoring.has_no_tail and decision.metric == f"e2e_{scoring.tail}":
             context.caveats.add(Caveat.FEW_SAMPLES)
             context.caveat_texts[Caveat.FEW_SAMPLES] = _MEDIAN_DECIDED
-        texts = context.caveat_texts
-        caveats = [
-            CaveatRecord(str(one), texts.get(one, one.text))
-            for one in self._session.caveats(decision)
-        ]
+        told = self._session.caveats(decision)
+        caveats = [CaveatRecord(str(one), text) for one, text in told.items()]
         given = self._given(found, has_predicted=bool(predictions(records)))
         outcome = make_outcome(decision, scoring, records, caveats, found, given, state)
         context.run_dir.write_json(RESULT_FILE, outcome)

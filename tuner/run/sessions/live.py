@@ -5,7 +5,7 @@ Ties the stages together. A listener receives everything that there is to say on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -258,18 +258,11 @@ class Session:
 
     def _tell_restlessness(self, decision: RaceDecision) -> None:
         """Say how restless a noisy machine was, and how much longer would help."""
-        if not _NOISY & set(self.caveats(decision)):
+        if not _NOISY & self.caveats(decision).keys():
             return
         self.found.restlessness = told = self.search.learning.restlessness(decision)
         if told is not None:
             self.context.listener.note(told.text)
-
-    def _tell_edge(self, decision: RaceDecision) -> None:
-        """Say it where it was time that ended the climb, and not what may be tried."""
-        context = self.context
-        goes_on = decision.best.max_num_seqs < context.space.caps()[-1]
-        if goes_on and Caveat.BUDGET_SPENT in context.caveats:
-            context.caveat_texts[Caveat.AT_SPACE_EDGE] = CLIMB_CUT
 
     def findings(self) -> RunFindings:
         """Return what stands in the result beside the decision."""
@@ -290,8 +283,8 @@ class Session:
             cold_blocks=engine.cold_blocks,
         )
 
-    def caveats(self, decision: RaceDecision) -> list[Caveat]:
-        """Return the caveats of the whole run, in a fixed order."""
+    def caveats(self, decision: RaceDecision) -> dict[Caveat, str]:
+        """Return the caveats of the whole run and what each says, in a fixed order."""
         context, engine = self.context, self.runner.engine
         found = set(context.caveats)
         mine = self._trials_of(decision.winner)
@@ -310,21 +303,29 @@ class Session:
             found.add(Caveat.NOISY_MACHINE)
         if at_edge(decision.best, searched(context) or self._seen()):
             found.add(Caveat.AT_SPACE_EDGE)
-            self._tell_edge(decision)
         if engine.restarts_per_config:
             found.add(Caveat.RESTARTED_PER_CONFIG)
         if self.findings().windows != (whole(context.trace),):
             found.add(Caveat.WINDOWED)
-        odds = decision.odds
-        if odds is not None and odds.basis == LIVE_ALONE:
-            context.caveat_texts[Caveat.WINDOWED] = STRETCH_ALONE
-        bears_all = odds is not None and (odds.p_sustained or 0.0) >= LIKELY
-        if {Caveat.NOT_SUSTAINED, Caveat.WINDOWED} <= found and bears_all:
-            context.caveat_texts[Caveat.NOT_SUSTAINED] = STRETCH_NOT_SUSTAINED
         is_change = decision.verdict is RaceVerdict.CHANGE
         if is_change and self.cold is None and not engine.restarts_per_config:
             found.add(Caveat.NOT_CONFIRMED_COLD)
-        return [caveat for caveat in Caveat if caveat in found]
+        return context.worded(found, self._own_words(decision, found))
+
+    def _own_words(
+        self, decision: RaceDecision, found: Collection[Caveat]
+    ) -> Iterator[tuple[Caveat, str]]:
+        """Yield what caveats say otherwise than usual of this answer."""
+        odds = decision.odds
+        goes_on = decision.best.max_num_seqs < self.context.space.caps()[-1]
+        # Where time ended the climb it is not what may be tried that did.
+        if goes_on and Caveat.BUDGET_SPENT in found:
+            yield Caveat.AT_SPACE_EDGE, CLIMB_CUT
+        if odds is not None and odds.basis == LIVE_ALONE:
+            yield Caveat.WINDOWED, STRETCH_ALONE
+        bears_all = odds is not None and (odds.p_sustained or 0.0) >= LIKELY
+        if Caveat.WINDOWED in found and bears_all:
+            yield Caveat.NOT_SUSTAINED, STRETCH_NOT_SUSTAINED
 
     def _seen(self) -> list[Observation]:
         """Return what was predicted last."""

@@ -315,8 +315,8 @@ class ShadowSession:
             return self.foretold.predictions.workload
         return Workload.of_whole(self.context.trace, self.context.aim)
 
-    def caveats(self, decision: RaceDecision) -> list[Caveat]:
-        """Return the caveats of the run, in a fixed order."""
+    def caveats(self, decision: RaceDecision) -> dict[Caveat, str]:
+        """Return the caveats of the run and what each says, in a fixed order."""
         context = self.context
         found = {*context.caveats, Caveat.SHADOW_ONLY}
         known = self.foretold
@@ -327,7 +327,7 @@ class ShadowSession:
             found.add(Caveat.WINDOWED)
         if decision.verdict is RaceVerdict.KEEP and decision.best != context.space.current:
             found.add(Caveat.WITHIN_NOISE)
-        return [caveat for caveat in Caveat if caveat in found]
+        return context.worded(found)
 
     def findings(self) -> RunFindings:
         """Return what stands in the result beside the decision."""
