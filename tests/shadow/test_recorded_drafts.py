@@ -150,7 +150,7 @@ def test_starts_that_draft_otherwise_are_no_steps_of_one_engine(
     assert found.server.shape is not None
     shape = replace(found.server.shape, drafts=None)
     before = replace(found, server=msgspec.structs.replace(found.server, shape=shape))
-    with pytest.raises(ShadowError, match="drafts: none, and last 3 drafts a step by eagle"):
+    with pytest.raises(ShadowError, match="drafts none, and last 3 a step by eagle"):
         learn_profile([before, found], requests, {})
 
 

@@ -153,7 +153,6 @@ FILLING: Final = ("dflash", "dspark")
 DRAFT_MODEL: Final = "draft_model"
 """Drafting by a model of its own, which takes blocks ahead too."""
 
-
 SLOTS_BY_STEP: Final = 28
 """Since vLLM 0.28 what drafts takes of a step's budget goes by the requests in the step."""
 

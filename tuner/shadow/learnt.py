@@ -237,18 +237,17 @@ def _differing(one: EngineShape, last: EngineShape) -> Iterator[str]:
         if mine != its:
             yield f"{name} {mine}, and last {its}"
     if one.drafts != last.drafts:
-        mine, its = (
-            f"{kind.draft_tokens} drafts a step by {kind.drafts.method}"
-            if kind.drafts
-            else "none"
-            for kind in (one, last)
-        )
-        yield f"drafts: {mine}, and last {its}"
+        yield f"drafts {_drafting(one)}, and last {_drafting(last)}"
     if (one.captures_mixed, bool(one.captured_sizes)) != (
         last.captures_mixed,
         bool(last.captured_sizes),
     ):
         yield "CUDA graphs are captured otherwise than last"
+
+
+def _drafting(shape: EngineShape) -> str:
+    drafts = shape.drafts
+    return "none" if drafts is None else f"{drafts.tokens} a step by {drafts.method}"
 
 
 TELLING: Final = {
