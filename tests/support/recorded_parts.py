@@ -41,14 +41,16 @@ def served(
     blocks: int = 100_000,
     trace: Trace = TRACE,
     accepted: tuple[float, ...] = (),
+    *,
+    is_ahead: bool = False,
 ) -> ReplayLog:
     """Return a replay on an engine that takes what the model says, with every step.
 
-    With rates it drafts, and these are `accepted`.
+    With rates it drafts, and these are `accepted`. It `is_ahead` by a batch.
     """
     drafts = Drafts("eagle", len(accepted)) if accepted else None
     profile = a_profile(step_model=MODEL, kv_starts=(KvStart(limits, blocks),))
-    shape = replace(profile.shape, drafts=drafts)
+    shape = replace(profile.shape, drafts=drafts, asynchronous=is_ahead)
     profile = replace(profile, shape=shape, accepted=accepted)
     return Predictor(profile).replay(trace, limits, ReplayPlan(keep_steps=True))
 
