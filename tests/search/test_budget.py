@@ -141,6 +141,29 @@ def test_a_window_that_does_not_fit_gives_way_to_its_busiest_stretch() -> None:
     assert shorter_window(at_once, (whole(at_once),), 0.7) is None
 
 
+@given(
+    tick_s=st.floats(0.01, 100.0),
+    counts=st.lists(st.integers(0, 40), min_size=2, max_size=40),
+    begin=st.floats(0.0, 0.9),
+    ratio=st.sampled_from([0.3, 0.7, 0.9]),
+)
+def test_of_a_clock_that_ticks_whole_bursts_stay_or_nothing_does(
+    tick_s: float, counts: list[int], begin: float, ratio: float
+) -> None:
+    """What a window holds is due at other instants once they are counted from its begin."""
+    due_s = np.repeat(np.arange(len(counts)) * tick_s, counts)
+    if due_s.size < 2:
+        return
+    trace = a_trace(due_s)
+    last_s = float(due_s[-1])
+    window = Window(begin * last_s, float(np.nextafter(last_s, np.inf)))
+    while (shorter := shorter_window(trace, (window,), ratio, least=1)) is not None:
+        inside = shorter.with_lead_in(0.0)
+        assert len(inside.of(trace)) >= 1
+        assert inside.length_s < window.length_s
+        window = inside
+
+
 @pytest.mark.parametrize(
     ("replay_s", "words"),
     [

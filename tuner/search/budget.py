@@ -140,7 +140,9 @@ def shorter_window(
         return None
     busy = busiest(inside, ratio * min(window.length_s, inside.duration_s))
     start_s = window.start_s + busy.start_s
-    shorter = Window(start_s, min(start_s + busy.length_s, window.end_s))
+    # Counted from another instant a due time is rounded otherwise: who is due last stays in.
+    end_s = start_s + busy.length_s + 4 * math.ulp(window.end_s)
+    shorter = Window(start_s, min(end_s, window.end_s))
     return warmed(shorter) if len(shorter.of(trace)) >= least else None
 
 
