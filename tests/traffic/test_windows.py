@@ -131,6 +131,25 @@ def test_a_trace_shorter_than_the_window_is_taken_whole() -> None:
     assert parse_window("1s:60s").resolve(trace) == Window(1.0, whole(trace).end_s)
 
 
+@given(
+    tick_s=st.sampled_from([0.1, 0.3, 1.0]) | st.floats(0.01, 100.0),
+    counts=st.lists(st.integers(0, 30), min_size=2, max_size=30),
+    parts=st.integers(1, 40) | st.floats(1.0, 40.0),
+)
+def test_windows_of_a_clock_that_ticks_hold_the_burst_that_they_were_chosen_for(
+    tick_s: float, counts: list[int], parts: float
+) -> None:
+    """An instant between two windows is in one of them, however it is rounded."""
+    due_s = np.repeat(np.arange(len(counts)) * tick_s, counts)
+    if due_s.size < 2 or due_s[0] == due_s[-1]:
+        return
+    trace = a_trace((due_s - due_s[0]).tolist())
+    length_s = trace.duration_s / parts
+    for window in (typical(trace, length_s), busiest(trace, length_s)):
+        assert len(window.of(trace)) > 0
+        assert window.length_s == pytest.approx(length_s)
+
+
 def test_a_silent_window_cannot_be_replayed() -> None:
     with pytest.raises(TraceError, match="no request is due"):
         parse_window("10s:20s").resolve(a_trace([0.0])).of(a_trace([0.0]))

@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 
 from tuner.errors import UsageError
-from tuner.stats import Ints
+from tuner.stats import Floats, Ints
 from tuner.traffic.traces import Trace
 
 _UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -188,19 +188,33 @@ def typical(trace: Trace, length_s: float) -> Window:
     Candidates are the whole windows laid end to end from 0 that hold requests; one that
     overlaps the busiest is taken only when there is no other.
     """
-    places, first = np.unique((trace.due_s // length_s).astype(np.int64), return_index=True)
+    places, first = np.unique(_places(trace.due_s, length_s), return_index=True)
     work = np.add.reduceat(_work(trace), first)
     is_full = (places + 1) * length_s <= whole(trace).end_s
     if not is_full.any():
         return busiest(trace, length_s)
-    starts_s, work = places[is_full] * length_s, work[is_full]
+    places, work = places[is_full], work[is_full]
+    starts_s, ends_s = places * length_s, (places + 1) * length_s
     distance = np.abs(work - np.median(work))
     peak = busiest(trace, length_s)
-    overlaps = (starts_s < peak.end_s) & (peak.start_s < starts_s + length_s)
+    overlaps = (starts_s < peak.end_s) & (peak.start_s < ends_s)
     if not overlaps.all():
         distance = np.where(overlaps, np.inf, distance)
-    start_s = float(starts_s[np.argmin(distance)])
-    return Window(start_s, start_s + length_s)
+    chosen = np.argmin(distance)
+    return Window(float(starts_s[chosen]), float(ends_s[chosen]))
+
+
+def _places(due_s: Floats, length_s: float) -> Ints:
+    """Return in which of the windows laid end to end from 0 each instant lies.
+
+    As they are rounded: 1.0 is in [1.0, 1.2), where 1.0 // 0.2 is 4.
+
+    Shapes: as due_s.
+    """
+    places = (due_s // length_s).astype(np.int64)
+    places -= due_s < places * length_s
+    places += due_s >= (places + 1) * length_s
+    return places
 
 
 def _work(trace: Trace) -> Ints:
