@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from tuner.errors import UsageError
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.slo import Slo
@@ -134,15 +136,14 @@ def shorter_window(
 
     None where it would hold too few requests to show anything, or fewer than so many.
     """
-    window = windows[0].with_lead_in(0.0)
-    inside = window.of(trace)
+    window = windows[0]
+    low, high = np.searchsorted(trace.due_s, (window.start_s, window.end_s))
+    # As they are due, since an instant counted from another one is rounded otherwise.
+    inside = trace.slice_rows(np.arange(low, high))
     if inside.duration_s <= 0:
         return None
     busy = busiest(inside, ratio * min(window.length_s, inside.duration_s))
-    start_s = window.start_s + busy.start_s
-    # Counted from another instant a due time is rounded otherwise: who is due last stays in.
-    end_s = start_s + busy.length_s + 4 * math.ulp(window.end_s)
-    shorter = Window(start_s, min(end_s, window.end_s))
+    shorter = Window(busy.start_s, min(busy.end_s, window.end_s))
     return warmed(shorter) if len(shorter.of(trace)) >= least else None
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from tuner.engine.compat.scheduler import with_windows
 from tuner.engine.compat.shape import recorded_shape, recorded_windows
 from tuner.engine.limits import EngineLimits
-from tuner.engine.shape import RETENTION, EngineShape
+from tuner.engine.shape import RETENTION, EngineShape, accepted_rates
 from tuner.errors import ShadowError, UsageError
 from tuner.files import UNREADABLE
 from tuner.stats import Bools, Floats, Ints
@@ -189,12 +189,7 @@ class RecordedSteps:
     @property
     def tokens_per_step(self) -> float:
         """How many tokens a step brings a decoding request in the mean."""
-        times = np.array(self.brought, dtype=np.float64)
-        return (
-            float(np.average(np.arange(1, times.size + 1), weights=times))
-            if times.any()
-            else 1.0
-        )
+        return 1 + sum(accepted_rates(self.brought))
 
 
 def steps_beside(recordings: Sequence[Path]) -> list[Path]:
