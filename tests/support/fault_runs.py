@@ -20,7 +20,7 @@ from tuner.run.stored import read_record
 from tuner.search.judging import TIE_LOSS
 from tuner.shadow.profiles import read_profile
 
-TOY: dict[str, Any] = {"costs": {"knee": 10, "crowd_s": 0.0003}, "has_shadow": False}
+TOY: dict[str, Any] = {"costs": {"knee": 10, "crowd_s": 0.0006}, "has_shadow": False}
 """A cap near ten is best; without a shadow nothing is learnt of it, which takes the longest."""
 CLEAN = {0, 2, 4, 130}
 """Exit codes of runs that say what is wrong; 1 is a defect, and negative ones are ours."""
