@@ -12,6 +12,7 @@ is used where it cannot be written.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import importlib
 import inspect
@@ -91,10 +92,26 @@ def _as_a_whole(compile_it: Callable[..., Any]) -> Callable[..., Any]:
             _replaced(arrayobj, "fix_integer_index", _index_as_it_is),
             _replaced(context, "get_executable", _linked(context.get_executable)),
             _replaced(library, "finalize", _joined(library.finalize)),
+            _no_garbage_sought(),
         ):
             return compile_it(*signature)
 
     return compile_whole
+
+
+@contextmanager
+def _no_garbage_sought() -> Iterator[None]:
+    """Leave garbage for later: numba makes millions of objects, and nearly all of them stay.
+
+    A tenth of the time that compiling takes, against 170 MB more while it does.
+    """
+    was_sought = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_sought:
+            gc.enable()
 
 
 @contextmanager
