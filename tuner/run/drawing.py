@@ -88,7 +88,8 @@ def _likeliest(
     """Return who is the best of those that surely keep their bounds, and of those that may.
 
     In turns, so many of each at most, since who may keep them may turn out not to; and the best
-    of those that keep their SLOs with room to spare, should neither.
+    of those that keep their SLOs with room to spare, should neither: one that is not far from
+    these, or better than the current one, which would be all that is left.
     """
     sides = [
         Choice(drawn, current, confidence).contenders(most, share)[:-1]
@@ -98,7 +99,8 @@ def _likeliest(
         safe = Choice(drawn.with_margin(SAFE), current, asked).contenders(1, share)[:-1]
         costs = dict(zip(drawn.settings, np.median(drawn.values, axis=0), strict=True))
         least = min((costs[s] for side in sides for s in side), default=math.inf)
-        sides.append([s for s in safe if costs[s] <= (1 + FAR) * least])
+        near = max((1 + FAR) * least, costs[current])
+        sides.append([s for s in safe if costs[s] <= near])
     turns = [s for pair in zip_longest(*sides) for s in pair if s is not None]
     return list(dict.fromkeys(turns))
 
@@ -154,7 +156,9 @@ def predict_deployed(
 
 
 def _distinct(seen: Sequence[Observation], current: EngineLimits) -> list[EngineLimits]:
-    """Return one of each kind that is not far from the best, and the current one first.
+    """Return one of each kind that may be chosen, and the current one first.
+
+    Who is far from the best may be where the current one is further.
 
     Those that make the same batches are of one kind where the same is predicted of them: their
     engines may differ in captured graphs and in KV blocks.
@@ -165,7 +169,8 @@ def _distinct(seen: Sequence[Observation], current: EngineLimits) -> list[Engine
     chosen: list[Observation] = []
     for o in sorted(whole, key=lambda o: (o.score.order, o.limits)):
         is_near = best is None or o.score.could_beat(best.score, FAR)
-        if is_near and not any(_is_same(o, other) for other in (*mine, *chosen)):
+        is_better = any(o.score.order < now.score.order for now in mine)
+        if (is_near or is_better) and not any(_is_same(o, other) for other in (*mine, *chosen)):
             chosen.append(o)
     return [current, *(o.limits for o in chosen)]
 
