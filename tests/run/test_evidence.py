@@ -38,6 +38,7 @@ def a_record(
         "gpu_cache_usage_perc": {"mean": 0.1, "p99": 0.2, "max": 0.3},
         "preemptions": 0,
         "running": {"mean": 4.0, "max": limits.max_num_seqs},
+        "queue_depth": {"mean": 0.0, "max": 0.0},
         "cut_reason": None,
         **measured,
     }
@@ -158,7 +159,7 @@ def test_a_neighbour_that_failed_or_was_cut_short_is_called_that() -> None:
 
 def test_who_ran_at_once_is_of_the_whole_trace_where_a_window_raced() -> None:
     """A window of a second may hold fewer requests than the cap; its hour fills it."""
-    few, many = ({"max": float(n)} for n in (3, WINNER.max_num_seqs))
+    few, many = ({"mean": 1.0, "max": float(n)} for n in (3, WINNER.max_num_seqs))
     raced = a_record(WINNER, 2.0, Phase.RACE, 1, running=few)
     full, idle = (a_record(WINNER, 2.0, Phase.SHADOW, running=ran) for ran in (many, few))
     never = "the traffic: at most 3 requests ran at once, the cap never bound"
@@ -211,6 +212,20 @@ def test_a_cap_that_never_bound_is_limited_by_the_traffic() -> None:
     idle = a_record(WINNER, 2.0, running={"mean": 1.0, "max": 3})
     said = limited_by([idle], WINNER, (), "p99")
     assert said == "the traffic: at most 3 requests ran at once, the cap never bound"
+
+
+def test_where_many_wait_below_the_cap_it_is_their_prompts_that_limit() -> None:
+    """A closed loop of 200 whose prompts fill every step never runs more than 57 at once."""
+    full = a_record(
+        EngineLimits(256, 2048),
+        2.0,
+        running={"mean": 28.0, "max": 57.0},
+        queue_depth={"mean": 165.0, "max": 199.0},
+    )
+    assert limited_by([full], EngineLimits(256, 2048), (), "p99") == (
+        "reading prompts: up to 199 waited for the token budget, at most 57 requests ran at "
+        "once, the cap never bound"
+    )
 
 
 def test_of_a_winner_that_never_raced_what_is_predicted_is_told_as_that() -> None:

@@ -13,23 +13,41 @@ from support.traffic import a_trace, steady
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineFacts
 from tuner.errors import UsageError
+from tuner.replay.plan import ReplayPlan
 from tuner.search.budget import (
     LIFETIMES,
     MIN_BUDGET_S,
     MIN_REPLAYS,
     MIN_REQUESTS,
     REPLAYS,
+    Aim,
     Budget,
     choose_windows,
     outlook,
     shorter_window,
     window_text,
 )
+from tuner.search.objective import Objective
 from tuner.search.space import PAST_LADDER, search_space
+from tuner.traffic.traces import LoadModel
 from tuner.traffic.windows import Window, whole
 
 CURRENT = EngineLimits(64, 2048)
 FACTS = EngineFacts(CURRENT, 4096, chunks_prefill=True, vllm_version="0", device="toy")
+
+
+@pytest.mark.parametrize(
+    ("load_model", "asked", "optimised"),
+    [
+        (LoadModel.OPEN, Objective.BALANCED, Objective.BALANCED),
+        (LoadModel.CLOSED, Objective.BALANCED, Objective.THROUGHPUT),
+        (LoadModel.CLOSED, Objective.LATENCY, Objective.LATENCY),
+    ],
+)
+def test_without_a_load_to_sustain_balanced_is_most_requests_per_second(
+    load_model: LoadModel, asked: Objective, optimised: Objective
+) -> None:
+    assert Aim(asked, (), ReplayPlan(load_model), None).objective is optimised
 
 
 def test_a_budget_that_cannot_hold_one_trial_is_refused() -> None:

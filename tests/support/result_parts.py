@@ -72,6 +72,7 @@ MEASURED: dict[str, Any] = {
     "gpu_cache_usage_perc": {"max": 0.3},
     "preemptions": 0,
     "running": {"mean": 2.0, "max": 8},
+    "queue_depth": {"mean": 0.0, "max": 0},
     "cut_reason": None,
 }
 """What an invented replay measured."""

@@ -295,9 +295,10 @@ def doctor() -> int:
     choice_option(
         "--objective",
         among=["balanced", "throughput", "latency", "goodput", "capacity"],
-        help="balanced: smallest tail latency that sustains the load [default]; throughput: "
-        "most requests per second; latency: smallest median; goodput: most requests within "
-        "the SLOs; capacity: largest multiple of the load at which the SLOs hold.",
+        help="balanced [default]: smallest tail latency that sustains the load, in a closed "
+        "loop throughput; throughput: most requests per second; latency: smallest median; "
+        "goodput: most requests within the SLOs; capacity: largest multiple of the load at "
+        "which the SLOs hold.",
     ),
     click.option(
         "--confidence",

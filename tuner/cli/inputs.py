@@ -146,7 +146,8 @@ class TrafficOptions(ReplaySettings):
         `largest_cap` is the largest max_num_seqs of interest.
         """
         check_named(self.files)
-        return traffic_of(self.reading.read(self.files), self.load, self.window, largest_cap)
+        trace = self.reading.read(self.files)
+        return traffic_of(trace, self.load, self.window, largest_cap, self.concurrency)
 
     def fitted(self, trace: Trace, max_model_len: int) -> Trace:
         """Return the trace with lengths that the engine takes, and say what was too long.

@@ -37,6 +37,8 @@ from tuner.stats import Estimate, short, significant, student_quantile
 # A KV cache this full is what limits, a bound this close is what binds: ours.
 KV_FULL_RATIO = 0.95
 BINDING_RATIO = 0.10
+# Where more wait than this share of those who run, in the mean, enough requests came: ours.
+WAITING_RATIO = 0.1
 # Effects of a neighbouring cap below this are not worth a sentence: ours.
 TELLING_RATIO = 0.05
 
@@ -298,9 +300,18 @@ def limited_by(
     said.extend(_neighbours(records, limits, tail))
     peak = int(loads[-1]["running"]["max"])
     if not said and peak < limits.max_num_seqs:
-        ran = f"{peak} request{'' if peak == 1 else 's'}"
-        said.append(f"the traffic: at most {ran} ran at once, the cap never bound{how}")
+        said.append(f"{_below_cap(loads[-1])}, the cap never bound{how}")
     return "; ".join(said) or "nothing that was measured"
+
+
+def _below_cap(measurement: Mapping[str, Any]) -> str:
+    """Say why no more ran at once though the cap let them: none came, or prompts took long."""
+    running, waiting = measurement["running"], measurement["queue_depth"]
+    peak, waited = int(running["max"]), int(waiting["max"])
+    ran = f"at most {peak} request{'' if peak == 1 else 's'} ran at once"
+    if waiting["mean"] <= WAITING_RATIO * running["mean"]:
+        return f"the traffic: {ran}"
+    return f"reading prompts: up to {waited} waited for the token budget, {ran}"
 
 
 def _neighbours(records: Sequence[Trial], limits: EngineLimits, tail: str) -> list[str]:

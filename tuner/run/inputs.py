@@ -112,17 +112,22 @@ class EngineChoice:
 
 
 def traffic_of(
-    trace: Trace, load: float, window: WindowChoice | None, largest_cap: int
+    trace: Trace,
+    load: float,
+    window: WindowChoice | None,
+    largest_cap: int,
+    concurrency: int | None,
 ) -> Traffic:
     """Return the trace at a load, described. Raises: TraceError, UsageError.
 
-    `largest_cap` is the largest max_num_seqs of interest.
+    `largest_cap` is the largest max_num_seqs of interest. Where a closed loop keeps a
+    `concurrency` that was given, it is no matter how many the recording had in flight.
     """
     if load != 1:
         trace = at_load(trace, load)
     if window is not None:
         window.resolve(trace).of(trace)  # raises if no request is due in it
-    described = describe(trace, largest_cap=largest_cap)
+    described = describe(trace, largest_cap=largest_cap if concurrency is None else 0)
     caveats = frozenset(w.caveat for w in described.warnings if w.caveat is not None)
     return Traffic(trace, tuple(described.lines()), caveats)
 

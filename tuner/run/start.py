@@ -38,7 +38,7 @@ from tuner.run.sessions.live import Session
 from tuner.run.sessions.shadow import ShadowSession
 from tuner.run.stored import RunRecord, StoredOptions
 from tuner.run.trial_runner import TrialRunner
-from tuner.search.budget import Aim, Budget, asked_window
+from tuner.search.budget import RATE_INSTEAD, Aim, Budget, asked_window
 from tuner.search.objective import make_scoring
 from tuner.search.space import PAST_LADDER, SearchSpace, search_space
 from tuner.shadow.calibration import StatedError
@@ -96,6 +96,7 @@ def prepare(options: TuningOptions, *, serves: bool = True) -> PreparedRun:
         options.load,
         options.window_choice,
         largest_cap=max(options.ladder) * PAST_LADDER,
+        concurrency=options.concurrency,
     )
     options.plan(traffic.trace)
     return PreparedRun(
@@ -188,8 +189,9 @@ def aim_of(options: TuningOptions, trace: Trace) -> Aim:
     slos, plan = tuple(options.slos), options.plan(trace)
     window = asked_window(options.window_choice, trace, plan)
     requests = (trace if window is None else window.of(trace)).measured
-    make_scoring(options.objective, slos, requests)
-    return Aim(options.objective, slos, plan, window, options.confidence)
+    aim = Aim(options.objective, slos, plan, window, options.confidence)
+    make_scoring(aim.objective, slos, requests)
+    return aim
 
 
 def origin_of(prepared: PreparedRun) -> str:
@@ -306,7 +308,7 @@ class Start:
             listener.note(line)
         for trial in journal.records():
             listener.trial_recalled(trial)
-        _tell_plan(prepared, facts, space, listener)
+        _tell_plan(prepared, aim, facts, space, listener)
         context = RunContext(
             trace,
             space,
@@ -361,7 +363,11 @@ def _take_profile(
 
 
 def _tell_plan(
-    prepared: PreparedRun, facts: EngineFacts, space: SearchSpace, listener: Listener
+    prepared: PreparedRun,
+    aim: Aim,
+    facts: EngineFacts,
+    space: SearchSpace,
+    listener: Listener,
 ) -> None:
     """Say what will be done, and for how long at most."""
     listener.current_known(facts.current_limits)
@@ -383,3 +389,5 @@ def _tell_plan(
         f"{', '.join(map(str, space.budgets))}; {how}; at most "
         f"{clock_text(prepared.budget_s)}; everything goes to {prepared.run_path}"
     )
+    if aim.objective is not prepared.options.objective:
+        listener.note(RATE_INSTEAD)

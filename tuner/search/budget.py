@@ -16,7 +16,7 @@ from tuner.replay.slo import Slo
 from tuner.search.objective import Objective
 from tuner.search.race import CONFIDENCE, MAX_ROUNDS
 from tuner.stats import short
-from tuner.traffic.traces import Trace
+from tuner.traffic.traces import LoadModel, Trace
 from tuner.traffic.windows import Window, WindowChoice, busiest, typical, whole
 
 # How many replays of its windows a run may take: after a prediction ours, as each then takes
@@ -37,6 +37,11 @@ MIN_HALF_S = 20.0
 LIFETIMES = 3.0
 # Fewer requests than these cannot even carry a median: twice what tail_statistic demands.
 MIN_REQUESTS = 40
+# What is said where that is not what was asked for.
+RATE_INSTEAD = (
+    "closed loop: it offers no load that could be missed, so balanced is for most requests "
+    "per second"
+)
 # A current configuration, two others and one round against each other: ours, with fewer there
 # is nothing to recommend.
 MIN_REPLAYS = 5
@@ -204,6 +209,9 @@ class Aim:
     """What the user requested of a run.
 
     `confidence` is how probable it must be that a change is better and that the SLOs are met.
+    A closed loop offers no load that could be missed, and who takes fewer at once has a shorter
+    tail there at the cost of the rate: what is asked to be balanced is for most requests per
+    second.
 
     Raises: UsageError if a capacity is asked for where every load is the same number in flight.
     """
@@ -221,7 +229,10 @@ class Aim:
         return max(MIN_REQUESTS, *needed, 0)
 
     def __post_init__(self) -> None:
-        """Refuse a contradiction."""
+        """Refuse a contradiction, and make of balanced what it is in a closed loop."""
+        is_closed = self.plan.load_model is LoadModel.CLOSED
+        if is_closed and self.objective is Objective.BALANCED:
+            object.__setattr__(self, "objective", Objective.THROUGHPUT)
         if self.objective is Objective.CAPACITY and not self.plan.bears_loads:
             raise UsageError(
                 "--objective capacity asks for the largest load, and --concurrency keeps the "

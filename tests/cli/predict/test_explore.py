@@ -100,3 +100,27 @@ def test_a_trace_without_arrivals_is_refused_in_an_open_loop(
     err = capsys.readouterr().err
     assert "flow.csv records requests in flight, not arrivals" in err
     assert "--load-model closed" in err
+
+
+def test_in_a_closed_loop_nobody_is_best_who_finishes_less(folder: Path, capfd: Output) -> None:
+    """A small cap shortens the tail of a few long answers, and all others wait for it."""
+    lines = (
+        {
+            "arrived_at_s": i / 2,
+            "input_length": 200,
+            "output_length": 400 if i % 40 == 7 else 12,
+        }
+        for i in range(400)
+    )
+    (folder / "prod.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    closed = ("--load-model", "closed", "--concurrency", "24", "--loads", "1")
+    assert explore("--force-profile", "--max-num-seqs", "2,8,32", *closed, "--json") == 0
+    out, err = capfd.readouterr()
+    assert "so balanced is for most requests per second" in err
+    told = json.loads(out)
+    assert told["objective"] == "throughput"
+    (at,) = told["loads"]
+    most = max(setting["requests_per_s"] for setting in at["settings"])
+    assert at["at_best"]["requests_per_s"] >= 0.99 * most
+    tails = {s["max_num_seqs"]: s["e2e_s"]["p95"] for s in at["settings"]}
+    assert min(tails, key=tails.__getitem__) != at["best"]["max_num_seqs"]

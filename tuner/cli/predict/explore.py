@@ -29,7 +29,7 @@ def run_explore(inputs: LoadsOptions, output: Path | None, *, as_json: bool) -> 
     took_s = time.monotonic() - began_s
     replays = len(surface.settings) * len(surface.loads)
     say(f"{replays} replays predicted, and what is best at each load, in {took_s:.1f} s")
-    name, objective = str(inputs.shadow.profile), str(inputs.objective)
+    name, objective = str(inputs.shadow.profile), str(surface.workload.scoring.objective)
     explored = Explored(surface, source.profile, name, trace, objective, took_s)
     if as_json:
         sys.stdout.write(json_text(_content(explored)))

@@ -21,7 +21,7 @@ from tuner.run.inputs import engine_of_profile
 from tuner.run.knobs.known import check_has
 from tuner.run.loads.alone import hopeless, with_widest
 from tuner.run.loads.surface import Surface, predict_surface
-from tuner.search.budget import Aim, asked_window
+from tuner.search.budget import RATE_INSTEAD, Aim, asked_window
 from tuner.search.objective import Objective
 from tuner.search.space import DEFAULT_LADDER, PAST_LADDER, search_space
 from tuner.shadow.predictor import Predictor
@@ -61,8 +61,11 @@ class LoadsOptions:
         )
 
     def aim(self, trace: Trace, window: Window | None = None) -> Aim:
-        """Return what is aimed at for a trace. Raises: UsageError."""
-        return Aim(self.objective, self.slos, self.traffic.plan(trace), window)
+        """Return what is aimed at; if that was not asked for, say so. Raises: UsageError."""
+        aim = Aim(self.objective, self.slos, self.traffic.plan(trace), window)
+        if aim.objective is not self.objective:
+            say(f"note: {RATE_INSTEAD}")
+        return aim
 
     def retune(
         self, source: ProfiledEngine, recorded: Trace, load: float

@@ -209,7 +209,7 @@ def _fleet(inputs: LoadsOptions, source: ProfiledEngine, aim: FleetAim) -> Fleet
             "plan one replica: tune trace thin",
         )
     aim = replace(aim, devices=predictor.profile.shape.devices)
-    plan = replace(inputs.aim(trace).plan, load=inputs.traffic.load)
+    plan = replace(inputs.traffic.plan(trace), load=inputs.traffic.load)
     say_missed(trace, [plan.load])
     return plan_fleet(predictor, retune.space, trace, plan, aim, say)
 

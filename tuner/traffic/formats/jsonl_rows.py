@@ -25,6 +25,10 @@ MAX_CLOCK = 1e16
 """Ours: past it a double no longer holds whole milliseconds, and no calendar reaches it."""
 
 CLOCK_HINT = "timestamp is in milliseconds, arrived_at_s in seconds; all lines use the same one"
+TIMELESS_HINT = (
+    f"{CLOCK_HINT}; what has neither can be replayed in a closed loop: write arrived_at_s 0 in "
+    "every line, and pass --load-model closed --concurrency N"
+)
 ZERO_HINT = (
     "drop empty requests at recording, or pass --zero-output drop to count and drop them"
 )
@@ -157,8 +161,10 @@ def _clock_faults(row: dict[str, object], dialect: Dialect) -> Iterator[Fault]:
     if row.get(other) is not None:
         yield f"carries {other}, but the first line {dialect.clock}", CLOCK_HINT
     if dialect.clock not in row:
-        lacks = dialect.clock if other in row else f"{dialect.clock} or {other}"
-        yield f"lacks {lacks}", CLOCK_HINT
+        if other in row:
+            yield f"lacks {dialect.clock}", CLOCK_HINT
+        else:
+            yield f"lacks {dialect.clock} or {other}", TIMELESS_HINT
         return
     value = row[dialect.clock]
     if not _is_number(value):
