@@ -5,6 +5,8 @@
     python tests/benchmarks/planted_truth.py --budget 265 --traces DIR --cache DIR --runs 200
     python tests/benchmarks/planted_truth.py --method live --traces DIR --cache DIR --runs 80
     python tests/benchmarks/planted_truth.py --drafts --traces DIR --cache DIR --runs 80
+    python tests/benchmarks/planted_truth.py --closed --traces DIR --cache DIR --runs 80
+    python tests/benchmarks/planted_truth.py --objective latency --traces DIR --runs 80
     python tests/benchmarks/planted_truth.py --only 3 --cache DIR
 
 A case is a slice of a recording, a machine, its mood, a load, a KV cache, SLOs or none, and a
@@ -13,7 +15,8 @@ current configuration (`support/planted_cases.py`). The machine schedules as vLL
 noise, stalls and bursts of other work (`support/planted_machine.py`). With --asynchronous every
 machine is a GPU whose host launches the next batch while one is computed, as vLLM's does by
 default: slower than the device where it launches without a graph; with --drafts every one
-verifies one to four drafts beside each token. A run is the whole of
+verifies one to four drafts beside each token, with --closed a number of requests is kept in
+flight. A run is the whole of
 `tune` on it, with a seed of its own, on time that the engine alone moves; how long it may take
 is drawn with the case unless --budget says it. The truth is the whole traffic at every setting
 on the machine at its mean speed; what is said to hold at any speed, or least, holds 2 % above
@@ -48,12 +51,12 @@ from scipy.stats import binomtest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from support.paths import SHARED_TRACES
-from support.planted_cases import PlantedCase, Truth, apart, drawn_case, recordings
+from support.planted_cases import CLOSED, PlantedCase, Truth, apart, drawn_case, recordings
 from support.planted_judged import INFEASIBLE, PAYS_RATIO, Judged, Known, judged_run
 from support.planted_machine import ASYNCHRONOUS
 from tuner.run.listener import Listener
 from tuner.run.options import Method
-from tuner.search.objective import Tier
+from tuner.search.objective import Objective, Tier
 from tuner.traffic.traces import Trace
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -252,6 +255,8 @@ def run_all(args: argparse.Namespace, numbers: Sequence[int]) -> None:
             traces,
             asynchronous=args.asynchronous,
             has_drafts=args.drafts,
+            is_closed=args.closed,
+            objective=args.objective,
         )
         seed = args.seed + number // len(numbers)
         truth = truths.get(case.name) or Truth.of(case, args.cache)
@@ -279,9 +284,16 @@ def run_all(args: argparse.Namespace, numbers: Sequence[int]) -> None:
 
 def _drawn(row: Judged, traces: Mapping[str, Trace]) -> PlantedCase:
     """Return the case of an earlier run."""
-    number, machine, *_ = row.case.split(":")
-    is_async, has_drafts = machine.endswith(ASYNCHRONOUS), row.case.endswith("drafts")
-    return drawn_case(int(number), traces, asynchronous=is_async, has_drafts=has_drafts)
+    number, machine, *words = row.case.split(":")
+    asked = [word for word in words if word in set(Objective)]
+    return drawn_case(
+        int(number),
+        traces,
+        asynchronous=machine.endswith(ASYNCHRONOUS),
+        has_drafts=any(word.endswith("drafts") for word in words),
+        is_closed=any(word.endswith(CLOSED) for word in words),
+        objective=Objective(asked[0]) if asked else Objective.BALANCED,
+    )
 
 
 def _percent(ratio: float | None) -> str:
@@ -319,6 +331,13 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=24)
     parser.add_argument("--asynchronous", action="store_true")
     parser.add_argument("--drafts", action="store_true", help="speculative decoding in all")
+    parser.add_argument("--closed", action="store_true", help="4 to 128 in flight in all")
+    parser.add_argument(
+        "--objective",
+        type=Objective,
+        default=Objective.BALANCED,
+        help="balanced, throughput or latency",
+    )
     parser.add_argument("--method", type=Method, default=Method.AUTO, help="auto or live")
     parser.add_argument("--first", type=int, default=0, help="the number of the first case")
     parser.add_argument("--seed", type=int, default=0)

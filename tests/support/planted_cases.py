@@ -23,10 +23,11 @@ from tuner.replay.loop import replay
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.slo import Slo
+from tuner.search.budget import Aim
 from tuner.search.objective import RATE, Objective, Score, Scoring, Tier, make_scoring
 from tuner.traffic.formats import read_trace
 from tuner.traffic.prompts import PromptSource
-from tuner.traffic.traces import Trace
+from tuner.traffic.traces import LoadModel, Trace
 
 ROOT = Path(__file__).resolve().parents[2]
 # Which traffic goes with which machine: a CPU gets the short prompts that it can serve.
@@ -44,6 +45,8 @@ BLOCK_SIZE: Final = 16
 SLO_METRICS: Final = (("ttft_s", "p95"), ("e2e_s", "p95"), ("tpot_s", "p95"), ("ttft_s", "p90"))
 # Recommendations within this of each other are the same advice: ours.
 SEED_PAIR_RATIO: Final = 0.02
+CLOSED: Final = "closed"
+"""What the name of a case in a closed loop ends with."""
 SPEEDS: Final = (1.0, 0.98, 1.02)
 """What holds at all of these is no chance of one replay near overload: ours."""
 
@@ -51,6 +54,8 @@ SPEEDS: Final = (1.0, 0.98, 1.02)
 @dataclass(frozen=True, slots=True)
 class PlantedCase:
     """What a run is made on, but for its seed; `activation_times` as the planted source's.
+
+    With a `concurrency` a closed loop keeps so many in flight, whatever the load.
 
     Units: seconds; `load` a share of the most.
     """
@@ -67,6 +72,15 @@ class PlantedCase:
     slo_share: float
     activation_times: float = ACTIVATION_TIMES
     accepted: tuple[float, ...] = ()
+    objective: Objective = Objective.BALANCED
+    concurrency: int | None = None
+
+    @property
+    def plan(self) -> ReplayPlan:
+        """How the traffic is replayed."""
+        if self.concurrency is None:
+            return ReplayPlan()
+        return ReplayPlan(LoadModel.CLOSED, self.concurrency)
 
     def source(self, seed: int) -> PlantedSource:
         """Return the machine in the mood of a seed."""
@@ -119,11 +133,14 @@ def drawn_case(
     *,
     asynchronous: bool = False,
     has_drafts: bool = False,
+    is_closed: bool = False,
+    objective: Objective = Objective.BALANCED,
 ) -> PlantedCase:
     """Return the case of a number; machines take turns, the rest is drawn.
 
     With `asynchronous` all are GPUs whose host launches ahead; with drafts all verify one to
-    four tokens, the first accepted in three to nine of ten steps and each next one less often.
+    four tokens, the first accepted in three to nine of ten steps and each next one less often;
+    `is_closed` keeps 4 to 128 requests in flight.
     """
     rng = np.random.default_rng([0, number])
     machine = ("gpu-8b", "gpu-70b", "gpu-8b", "gpu-70b" if asynchronous else "cpu")[number % 4]
@@ -155,10 +172,15 @@ def drawn_case(
         falls = float(apart.uniform(0.5, 1.0))
         rates = np.cumprod(rate * falls ** np.arange(tokens)).tolist()
         case = replace(case, accepted=tuple(round(each, 3) for each in rates))
+    if is_closed:
+        apart = np.random.default_rng([7, number])
+        case = replace(case, concurrency=int(apart.choice((4, 8, 16, 32, 64, 128))))
     pressed = "scarce" if is_scarce else "ample"
     label = f"{number}:{machine}:{name.partition('.')[0]}:{case.load:g}x:{pressed}:{case.mood}"
     label += f":{len(case.accepted)}-drafts" if has_drafts else ""
-    return _at_load(replace(case, name=label))
+    label += f":{case.concurrency}-{CLOSED}" if is_closed else ""
+    label += f":{objective}" if objective is not Objective.BALANCED else ""
+    return replace(_at_load(replace(case, name=label)), objective=objective)
 
 
 def _slice(trace: Trace, requests: int, rng: np.random.Generator) -> Trace:
@@ -182,11 +204,8 @@ def _blocks(machine: str, trace: Trace, requests: float) -> int:
 def _at_load(case: PlantedCase) -> PlantedCase:
     """Return the case with arrivals at its share of what the machine can serve at the most."""
     trace = case.trace
-    at_once = replace(trace, due_s=np.zeros(len(trace)))
-    busy_s = min(
-        _replayed(replace(case, trace=at_once), EngineLimits(cap, 8192)).busy_s
-        for cap in (32, 128)
-    )
+    at_once = replace(case, trace=replace(trace, due_s=np.zeros(len(trace))), concurrency=None)
+    busy_s = min(_replayed(at_once, EngineLimits(cap, 8192)).busy_s for cap in (32, 128))
     pace = busy_s / case.load / max(trace.duration_s, 1e-9)
     return replace(case, trace=replace(trace, due_s=trace.due_s * pace))
 
@@ -194,7 +213,7 @@ def _at_load(case: PlantedCase) -> PlantedCase:
 def _replayed(case: PlantedCase, limits: EngineLimits, times: float = 1.0) -> Measurement:
     """Replay the case's traffic on its truth at a setting, started cold with it."""
     engine = case.truth(times).start({}, limits)
-    return measure([replay(engine, case.trace, PromptSource(case.trace, 1000), ReplayPlan())])
+    return measure([replay(engine, case.trace, PromptSource(case.trace, 1000), case.plan)])
 
 
 @dataclass(slots=True)
@@ -244,7 +263,9 @@ class Truth:
     @property
     def scoring(self) -> Scoring:
         """How settings are judged on the whole traffic."""
-        return make_scoring(Objective.BALANCED, self.slos, len(self.case.trace))
+        case = self.case
+        aim = Aim(case.objective, self.slos, case.plan, None)
+        return make_scoring(aim.objective, self.slos, len(case.trace))
 
     def score(self, limits: EngineLimits, times: float = 1.0) -> Score:
         """Return how a setting is truly judged."""
