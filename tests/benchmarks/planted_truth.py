@@ -336,7 +336,7 @@ def main() -> None:
         "--objective",
         type=Objective,
         default=Objective.BALANCED,
-        help="balanced, throughput or latency",
+        help="balanced, throughput, latency or capacity",
     )
     parser.add_argument("--method", type=Method, default=Method.AUTO, help="auto or live")
     parser.add_argument("--first", type=int, default=0, help="the number of the first case")

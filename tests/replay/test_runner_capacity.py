@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,9 +31,11 @@ class Planted:
         return load <= self.edge
 
 
-def capacity(holds: Callable[[float], bool], start: float = 1.0) -> float | None:
+def capacity(
+    holds: Callable[[float], bool], start: float = 1.0, near: float | None = None
+) -> float | None:
     """Return the largest load at which `holds` is true, assuming it stays false once it is."""
-    asked = loads_to_try(start)
+    asked = loads_to_try(start, near)
     try:
         load = next(asked)
         while True:
@@ -78,3 +81,24 @@ def test_what_always_holds_has_no_end() -> None:
     planted = Planted(float("inf"))
     assert capacity(planted) == LARGEST_LOAD
     assert planted.asked == [2.0**power for power in range(7)]
+
+
+@given(edges, starts, edges)
+def test_a_hint_changes_the_questions_and_not_the_answer(
+    edge: float, start: float, near: float
+) -> None:
+    """Draws begun near what a setting bears ask for the loads that others are asked for."""
+    planted = Planted(edge)
+    found, plain = capacity(planted, start, near), capacity(Planted(edge), start)
+    doublings = 64 * np.log2(np.array(planted.asked) / start)
+    assert np.allclose(doublings, doublings.round(), atol=1e-6)
+    if found and plain and max(found, plain) < LARGEST_LOAD:
+        assert plain / (1 + LOAD_RATIO) <= found <= plain * (1 + LOAD_RATIO)
+    assert len(planted.asked) <= MAX_QUESTIONS + 4
+
+
+@given(edges, st.floats(-0.2, 0.2))
+def test_a_hint_that_is_about_right_saves_questions(edge: float, off: float) -> None:
+    planted = Planted(edge)
+    capacity(planted, near=edge * 2**off)
+    assert len(planted.asked) <= 8

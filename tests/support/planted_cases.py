@@ -11,6 +11,7 @@ import math
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -22,11 +23,13 @@ from tuner.engine.limits import EngineLimits
 from tuner.replay.loop import replay
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
+from tuner.replay.runner import measure_capacity
 from tuner.replay.slo import Slo
 from tuner.search.budget import Aim
 from tuner.search.objective import RATE, Objective, Score, Scoring, Tier, make_scoring
 from tuner.traffic.formats import read_trace
 from tuner.traffic.prompts import PromptSource
+from tuner.traffic.resample import at_load
 from tuner.traffic.traces import LoadModel, Trace
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -152,7 +155,7 @@ def drawn_case(
     trace = _slice(traces[name], requests, rng)
     current = EngineLimits(*CURRENTS[int(rng.integers(len(CURRENTS)))])
     is_scarce = bool(rng.random() < 0.35)
-    has_slo = bool(rng.random() < 0.5)
+    has_slo = bool(rng.random() < 0.5) or objective is Objective.CAPACITY
     metric = SLO_METRICS[int(rng.integers(len(SLO_METRICS)))]
     case = PlantedCase(
         name="",
@@ -210,10 +213,12 @@ def _at_load(case: PlantedCase) -> PlantedCase:
     return replace(case, trace=replace(trace, due_s=trace.due_s * pace))
 
 
-def _replayed(case: PlantedCase, limits: EngineLimits, times: float = 1.0) -> Measurement:
-    """Replay the case's traffic on its truth at a setting, started cold with it."""
-    engine = case.truth(times).start({}, limits)
-    return measure([replay(engine, case.trace, PromptSource(case.trace, 1000), case.plan)])
+def _replayed(
+    case: PlantedCase, limits: EngineLimits, times: float = 1.0, load: float = 1.0
+) -> Measurement:
+    """Replay so much of the case's traffic on its truth at a setting, started cold with it."""
+    engine, trace = case.truth(times).start({}, limits), at_load(case.trace, load)
+    return measure([replay(engine, trace, PromptSource(trace, 1000), case.plan)])
 
 
 @dataclass(slots=True)
@@ -228,6 +233,7 @@ class Truth:
     cache: Path | None = None
     slos: tuple[Slo, ...] = ()
     _known: dict[float, dict[EngineLimits, Measurement]] = field(default_factory=dict)
+    _at_most: dict[tuple[float, EngineLimits], Measurement] = field(default_factory=dict)
     _has_new: bool = False
 
     @classmethod
@@ -269,7 +275,19 @@ class Truth:
 
     def score(self, limits: EngineLimits, times: float = 1.0) -> Score:
         """Return how a setting is truly judged."""
+        if self.case.objective is Objective.CAPACITY:
+            return self.scoring.score(self._capacity(limits, times))
         return self.scoring.score(self.measurement(limits, times))
+
+    def _capacity(self, limits: EngineLimits, times: float) -> Measurement:
+        """Return what a setting does at the largest load at which it keeps the SLO."""
+        place = times, limits
+        if place not in self._at_most:
+            at = partial(_replayed, self.case, limits, times)
+            found = measure_capacity(at, [self.case.trace], 1.0, self.slos)
+            assert isinstance(found, Measurement)
+            self._at_most[place] = found
+        return self._at_most[place]
 
     def loss(self, limits: EngineLimits, best: EngineLimits, times: float = 1.0) -> float:
         """Return by how much a setting is worse than the best; of another tier, by its tail."""

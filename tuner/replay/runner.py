@@ -7,6 +7,7 @@ carries is found by bisection.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,30 +30,40 @@ from tuner.traffic.traces import Trace
 LOAD_RATIO = 0.02
 # Beyond any demand; and below it a trace carries too little: ours.
 LARGEST_LOAD = 64.0
+# The first step from where an edge is thought to be, in doublings: ours, as far as it lies from
+# there on other traffic of the kind as often as not.
+NEAR_STEP = 0.25
 MIN_LOAD = 1 / 64
 
 
-def loads_to_try(start: float) -> Generator[float, bool, float | None]:
+def loads_to_try(
+    start: float, near: float | None = None
+) -> Generator[float, bool, float | None]:
     """Yield loads, take whether the SLOs held at each, and return the largest that is borne.
 
     None where they did not hold at the least. Doubles or halves from the start until the edge
     lies between two loads, then halves the gap in logarithms; assumes that what breaks at a
-    load breaks at every larger one.
+    load breaks at every larger one. Where the edge is thought to be `near` a load it begins
+    there with a smaller step, each twice the one before, at loads that it may ask for without.
     """
     good: float | None = None
     bad: float | None = None
-    load = start
+    load, step = start, 1.0
+    if near is not None:
+        step = NEAR_STEP
+        load = start * 2 ** (step * round(math.log2(near / start) / step))
     while good is None or bad is None:
         if (yield load):
             good = load
             if load >= LARGEST_LOAD:
                 return good
-            load = 2 * load
+            load = load * 2**step
         else:
             bad = load
             if load <= MIN_LOAD:
                 return None
-            load = load / 2
+            load = load / 2**step
+        step = min(2 * step, 1.0)
     while bad / good > 1 + LOAD_RATIO:
         middle = (good * bad) ** 0.5
         if (yield middle):
@@ -293,17 +304,19 @@ def measure_capacity(
     traces: Sequence[Trace],
     start: float,
     slos: Sequence[Slo],
+    near: float | None = None,
 ) -> Measurement | Failure:
     """Return the measurement at the largest load at which the SLOs hold, and that load.
 
-    `measure_at` replays the traces at a multiple of their load, `start` is the first to try.
+    `measure_at` replays the traces at a multiple of their load, `start` is the first to try,
+    or what of its doublings is `near` where that is known to be about the edge.
     Capacity is a multiple of the recorded load, whatever load the traces already are at: what
     their whole sessions come to at the load that is borne. It is never above what the engine
     finishes when it is never idle, since more is not sustained.
     Where the SLOs hold at no load, the measurement at the first, and capacity 0.
     """
     measured: dict[float, Measurement] = {}
-    loads = loads_to_try(start)
+    loads = loads_to_try(start, near)
     try:
         load = next(loads)
         while True:
@@ -315,7 +328,7 @@ def measure_capacity(
     except StopIteration as end:
         borne: float | None = end.value
     if borne is None:
-        return replace(measured[start], capacity=0.0)
+        return replace(next(iter(measured.values())), capacity=0.0)
     offered = [at_load(trace, borne) for trace in traces]
     return replace(measured[borne], capacity=multiple_of(offered))
 

@@ -43,8 +43,9 @@ from tuner.traffic.traces import LoadModel, Trace
 from tuner.traffic.windows import busy_part
 
 # Draws: ours; a probability of 0.9 is then itself off by 2 %, and by 4 % where there are many
-# decisions to make. Of a capacity, for which each draw takes a dozen replays, fewer.
-DRAWS, FEW_DRAWS, CAPACITY_DRAWS = 200, 50, 24
+# decisions to make. Of a capacity, for which each draw takes half a dozen replays, half as
+# many: it is off by 3 % then.
+DRAWS, FEW_DRAWS, CAPACITY_DRAWS = 200, 50, 100
 # Each model that is drawn counts in so many draws, with what is unexplained of each its own:
 # ours. Models are spread evenly over what is open of them, so that half as many say as much as
 # one for each draw (tests/test_stats.py).
@@ -400,7 +401,7 @@ class Drawing:
         if isinstance(outcome, Failure):
             score = self._workload.score(outcome)
         else:
-            score = replays.score(engine, limits)
+            score = replays.score(engine, limits, outcome.capacity)
         counted: Floats = drawn_of([score])[0]
         return counted
 
@@ -545,12 +546,15 @@ class Replays:
         pieces = self.traffic_at(plan)
         return [simulator.simulate(engine, piece, limits, plan) for piece in pieces]
 
-    def score(self, engine: SimulatedEngine, limits: EngineLimits) -> Score:
-        """Return the score of a setting on the drawn traffic."""
+    def score(
+        self, engine: SimulatedEngine, limits: EngineLimits, usual: float | None
+    ) -> Score:
+        """Return the score of a setting on the drawn traffic; it bears about what is usual."""
         workload, load = self._workload, self._workload.plan.load
         at = partial(self.measure, engine, limits)
         if workload.scoring.objective is Objective.CAPACITY:
-            found = measure_capacity(at, self.traffic, load, workload.slos)
+            near = usual / workload.pieces[0].load if usual else None
+            found = measure_capacity(at, self.traffic, load, workload.slos, near)
             return workload.score(found)
         return workload.score(at(load))
 

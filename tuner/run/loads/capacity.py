@@ -16,7 +16,7 @@ from tuner.errors import Caveat, EngineError, ReplayError
 from tuner.replay.metrics import Measurement
 from tuner.replay.runner import LARGEST_LOAD, MIN_LOAD, Failure, holds, measure_capacity
 from tuner.run.context import RunContext, Workload
-from tuner.run.drawing import CAPACITY_DRAWS, Drawing, Replays
+from tuner.run.drawing import Drawing, Replays
 from tuner.run.predict import Predictions, at_once, recorded_per_s
 from tuner.run.records import CapacityRecord
 from tuner.run.time_plan import duration_s
@@ -28,6 +28,8 @@ from tuner.shadow.predictor import Predictor
 from tuner.shadow.simulated import SimulatedEngine
 from tuner.stats import short
 
+# Draws of what one setting bears: ours, for an interval.
+LOAD_DRAWS = 24
 # Between the outer quantiles of so few capacities lie five draws in six: so much further apart
 # lie nine in ten of normal ones, and those further out are as far out as one stray draw.
 FEW_WIDER = 1.2
@@ -166,7 +168,7 @@ def _capacities(
     That other traffic comes at another rate by chance is taken out; requests that all come at
     once have none. Where a setting fails, there is none.
     """
-    possible = drawing.possible(limits, CAPACITY_DRAWS)
+    possible = drawing.possible(limits, LOAD_DRAWS)
     usual_per_s = recorded_per_s(workload.pieces)
 
     def bears(drawn: tuple[Replays, SimulatedEngine]) -> float | None:
