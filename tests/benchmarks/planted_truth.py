@@ -332,12 +332,7 @@ def main() -> None:
     parser.add_argument("--asynchronous", action="store_true")
     parser.add_argument("--drafts", action="store_true", help="speculative decoding in all")
     parser.add_argument("--closed", action="store_true", help="4 to 128 in flight in all")
-    parser.add_argument(
-        "--objective",
-        type=Objective,
-        default=Objective.BALANCED,
-        help="balanced, throughput, latency or capacity",
-    )
+    parser.add_argument("--objective", type=Objective, default=Objective.BALANCED)
     parser.add_argument("--method", type=Method, default=Method.AUTO, help="auto or live")
     parser.add_argument("--first", type=int, default=0, help="the number of the first case")
     parser.add_argument("--seed", type=int, default=0)

@@ -48,6 +48,8 @@ BLOCK_SIZE: Final = 16
 SLO_METRICS: Final = (("ttft_s", "p95"), ("e2e_s", "p95"), ("tpot_s", "p95"), ("ttft_s", "p90"))
 # Recommendations within this of each other are the same advice: ours.
 SEED_PAIR_RATIO: Final = 0.02
+NEED_SLO: Final = (Objective.GOODPUT, Objective.CAPACITY)
+"""What cannot be judged without an SLO, and is not of one replay alone."""
 CLOSED: Final = "closed"
 """What the name of a case in a closed loop ends with."""
 SPEEDS: Final = (1.0, 0.98, 1.02)
@@ -155,7 +157,7 @@ def drawn_case(
     trace = _slice(traces[name], requests, rng)
     current = EngineLimits(*CURRENTS[int(rng.integers(len(CURRENTS)))])
     is_scarce = bool(rng.random() < 0.35)
-    has_slo = bool(rng.random() < 0.5) or objective is Objective.CAPACITY
+    has_slo = bool(rng.random() < 0.5) or objective in NEED_SLO
     metric = SLO_METRICS[int(rng.integers(len(SLO_METRICS)))]
     case = PlantedCase(
         name="",
@@ -214,11 +216,15 @@ def _at_load(case: PlantedCase) -> PlantedCase:
 
 
 def _replayed(
-    case: PlantedCase, limits: EngineLimits, times: float = 1.0, load: float = 1.0
+    case: PlantedCase,
+    limits: EngineLimits,
+    times: float = 1.0,
+    load: float = 1.0,
+    slos: Sequence[Slo] = (),
 ) -> Measurement:
     """Replay so much of the case's traffic on its truth at a setting, started cold with it."""
     engine, trace = case.truth(times).start({}, limits), at_load(case.trace, load)
-    return measure([replay(engine, trace, PromptSource(trace, 1000), case.plan)])
+    return measure([replay(engine, trace, PromptSource(trace, 1000), case.plan)], slos)
 
 
 @dataclass(slots=True)
@@ -233,7 +239,7 @@ class Truth:
     cache: Path | None = None
     slos: tuple[Slo, ...] = ()
     _known: dict[float, dict[EngineLimits, Measurement]] = field(default_factory=dict)
-    _at_most: dict[tuple[float, EngineLimits], Measurement] = field(default_factory=dict)
+    _by_slo: dict[tuple[float, EngineLimits], Measurement] = field(default_factory=dict)
     _has_new: bool = False
 
     @classmethod
@@ -275,19 +281,21 @@ class Truth:
 
     def score(self, limits: EngineLimits, times: float = 1.0) -> Score:
         """Return how a setting is truly judged."""
-        if self.case.objective is Objective.CAPACITY:
-            return self.scoring.score(self._capacity(limits, times))
-        return self.scoring.score(self.measurement(limits, times))
-
-    def _capacity(self, limits: EngineLimits, times: float) -> Measurement:
-        """Return what a setting does at the largest load at which it keeps the SLO."""
+        if self.case.objective not in NEED_SLO:
+            return self.scoring.score(self.measurement(limits, times))
         place = times, limits
-        if place not in self._at_most:
-            at = partial(_replayed, self.case, limits, times)
-            found = measure_capacity(at, [self.case.trace], 1.0, self.slos)
-            assert isinstance(found, Measurement)
-            self._at_most[place] = found
-        return self._at_most[place]
+        if place not in self._by_slo:
+            self._by_slo[place] = self._measured_by_slo(limits, times)
+        return self.scoring.score(self._by_slo[place])
+
+    def _measured_by_slo(self, limits: EngineLimits, times: float) -> Measurement:
+        """Return what a setting does within the SLO, or at the largest load that keeps it."""
+        if self.case.objective is Objective.GOODPUT:
+            return _replayed(self.case, limits, times, slos=self.slos)
+        at = partial(_replayed, self.case, limits, times)
+        found = measure_capacity(at, [self.case.trace], 1.0, self.slos)
+        assert isinstance(found, Measurement)
+        return found
 
     def loss(self, limits: EngineLimits, best: EngineLimits, times: float = 1.0) -> float:
         """Return by how much a setting is worse than the best; of another tier, by its tail."""
