@@ -103,6 +103,7 @@ class Caveat(StrEnum):
     UNIFORM_TRACE = "uniform_trace"
     QUANTISED_CLOCK = "quantised_clock"
     LOW_DEMAND = "low_demand"
+    ALL_FINISHED = "all_finished"
     LOAD_MISSED = "load_missed"
     SAMPLED_TRACE = "sampled_trace"
     REQUESTS_REFUSED = "requests_refused"
@@ -163,6 +164,11 @@ _CAVEAT_TEXTS: dict[Caveat, str] = {
     Caveat.LOW_DEMAND: (
         "an engine that keeps up with the trace does not fill the larger caps; a slower or "
         "overloaded one may"
+    ),
+    Caveat.ALL_FINISHED: (
+        "the current configuration finishes all that comes, so that requests per second tell "
+        "at most how soon the last of them end: a higher --load, or --load-model closed and "
+        "--concurrency, asks who can finish most"
     ),
     Caveat.LOAD_MISSED: (
         "whole sessions, or requests in flight, come more than a tenth off the load that was "

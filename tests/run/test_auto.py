@@ -401,6 +401,18 @@ def test_a_damaged_profile_is_refused(tmp_path: Path, profile_path: Path) -> Non
     assert not (tmp_path / "run" / "best.yaml").exists()
 
 
+@pytest.mark.parametrize(("load", "tells_nothing"), [("0.3", True), ("8", False)])
+def test_a_rate_that_the_traffic_sets_is_told_to_be_that(
+    tmp_path: Path, profile_path: Path, load: str, *, tells_nothing: bool
+) -> None:
+    more = ("--objective", "throughput", "--load", load)
+    said = shown(lambda: run_shadow(shadow_arguments(tmp_path, profile_path, *more)))
+    done = Run(tmp_path, said.err, said.out)
+    assert ("all_finished" in done.caveats) == tells_nothing
+    if tells_nothing:
+        assert "how soon the last of them end: a higher --load" in done.talk
+
+
 def elsewhere(folder: Path, path: Path) -> Path:
     """Write the profile as if another vLLM had been measured, and return its path."""
     profile = read_profile(path)

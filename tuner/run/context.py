@@ -22,12 +22,13 @@ from tuner.replay.runner import EngineRunner, Failure
 from tuner.replay.series import ReplayTimelines, SavedTimelines, TimelineRecord
 from tuner.replay.slo import Slo
 from tuner.run.directory import RUN_FILE, TIMELINES_FILE, TRIALS_FILE, RunDir
+from tuner.run.evidence import finishes_all
 from tuner.run.listener import Listener
 from tuner.run.stored import RunRecord
 from tuner.search.budget import Aim, Budget
 from tuner.search.choice import Choice
 from tuner.search.draws import Draws
-from tuner.search.objective import Score, Scoring, Tier, make_scoring
+from tuner.search.objective import Objective, Score, Scoring, Tier, make_scoring
 from tuner.search.space import SearchSpace
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import Window, whole
@@ -186,6 +187,14 @@ class RunContext:
     def choice(self, draws: Draws) -> Choice:
         """Return what draws say beside the current setting, as sure as the aim asks."""
         return Choice(draws, self.space.current, self.aim.confidence)
+
+    @property
+    def doubts(self) -> set[Caveat]:
+        """The caveats so far, and whether what is optimised could tell anything better."""
+        records, current = self.journal.records(), self.space.current
+        is_rate = self.aim.objective is Objective.THROUGHPUT
+        is_given = is_rate and finishes_all(records, current)
+        return self.caveats | ({Caveat.ALL_FINISHED} if is_given else set())
 
     def worded(
         self, found: Collection[Caveat], own: Iterable[tuple[Caveat, str]] = ()

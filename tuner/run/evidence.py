@@ -236,6 +236,16 @@ def _known(
     return [] if predicted is None else [predicted], True
 
 
+def finishes_all(records: Sequence[Trial], limits: EngineLimits) -> bool:
+    """Whether a configuration keeps up with all of the traffic, as predicted or else measured.
+
+    In a closed loop none does: who is faster is sent more.
+    """
+    predicted = _predicted(records, limits)
+    known = [predicted] if predicted is not None else _known(records, limits)[0]
+    return bool(known) and all(m["sustained"] and m["utilisation"] is not None for m in known)
+
+
 def load_text(records: Sequence[Trial], limits: EngineLimits, *, is_part: bool = False) -> str:
     """Say what was offered and whether it is more than the configuration can take.
 

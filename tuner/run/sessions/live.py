@@ -286,7 +286,7 @@ class Session:
     def caveats(self, decision: RaceDecision) -> dict[Caveat, str]:
         """Return the caveats of the whole run and what each says, in a fixed order."""
         context, engine = self.context, self.runner.engine
-        found = set(context.caveats)
+        found = context.doubts
         mine = self._trials_of(decision.winner)
         said = [Caveat(c) for t in mine for c in (t.measurement or {})["caveats"]]
         # One disturbed replay of many does not speak for all of them.

@@ -318,7 +318,7 @@ class ShadowSession:
     def caveats(self, decision: RaceDecision) -> dict[Caveat, str]:
         """Return the caveats of the run and what each says, in a fixed order."""
         context = self.context
-        found = {*context.caveats, Caveat.SHADOW_ONLY}
+        found = {*context.doubts, Caveat.SHADOW_ONLY}
         known = self.foretold
         history = [] if known is None else known.predictions.observations
         if at_edge(decision.best, history):
