@@ -216,16 +216,19 @@ def test_a_cap_that_never_bound_is_limited_by_the_traffic() -> None:
 
 def test_where_many_wait_below_the_cap_it_is_their_prompts_that_limit() -> None:
     """A closed loop of 200 whose prompts fill every step never runs more than 57 at once."""
-    full = a_record(
-        EngineLimits(256, 2048),
-        2.0,
-        running={"mean": 28.0, "max": 57.0},
-        queue_depth={"mean": 165.0, "max": 199.0},
-    )
-    assert limited_by([full], EngineLimits(256, 2048), (), "p99") == (
-        "reading prompts: up to 199 waited for the token budget, at most 57 requests ran at "
-        "once, the cap never bound"
-    )
+    limits = EngineLimits(256, 2048)
+    held: dict[str, Any] = {
+        "running": {"mean": 28.0, "max": 57.0},
+        "queue_depth": {"mean": 165.0, "max": 199.0},
+    }
+    ran = "at most 57 requests ran at once, the cap never bound"
+    full = a_record(limits, 2.0, max_step_tokens=2048, **held)
+    said = f"reading prompts: up to 199 waited for the token budget, {ran}"
+    assert limited_by([full], limits, (), "p99") == said
+    # A prompt that waits for half the cache leaves that free.
+    small = a_record(limits, 2.0, max_step_tokens=600, **held)
+    said = f"the KV cache: up to 199 waited though no step was full, {ran}"
+    assert limited_by([small], limits, (), "p99") == said
 
 
 def test_of_a_winner_that_never_raced_what_is_predicted_is_told_as_that() -> None:

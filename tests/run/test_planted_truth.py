@@ -26,7 +26,7 @@ from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.run.listener import Listener
 from tuner.run.options import Method, TuningOptions
 from tuner.run.tune import tune
-from tuner.search.objective import Tier
+from tuner.search.objective import Objective, Tier
 from tuner.search.trials import Trial
 from tuner.shadow.profiles import read_profile, write_profile
 from tuner.traffic.prompts import PromptSource
@@ -289,7 +289,32 @@ def test_of_whole_runs_on_cases_that_no_rule_has_seen_none_is_far_off(
 ) -> None:
     """Of the traffic that lies here; how often which answer is right the benchmark tells."""
     traces, _ = recordings(tmp_path)
-    truth = Truth.of(drawn_case(number, traces), None)
+    check_run(Truth.of(drawn_case(number, traces), None))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("number", [1030, 1031, 1032])
+def test_nor_is_any_in_a_closed_loop(number: int, tmp_path: Path) -> None:
+    traces, _ = recordings(tmp_path)
+    check_run(Truth.of(drawn_case(number, traces, is_closed=True), None))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("number", "objective"),
+    [(1033, Objective.LATENCY), (1034, Objective.THROUGHPUT), (1035, Objective.GOODPUT)],
+)
+def test_nor_is_any_by_another_objective(
+    number: int, objective: Objective, tmp_path: Path
+) -> None:
+    traces, _ = recordings(tmp_path)
+    check_run(Truth.of(drawn_case(number, traces, objective=objective), None))
+
+
+def check_run(truth: Truth) -> None:
+    """Tune once and see that the answer is not far off what is true."""
     row = judged_run(truth, seed=0)
     assert row.ended in ("complete", INFEASIBLE)
     assert row.said.limits is not None or row.true.best_tier is Tier.BREAKS_SLO

@@ -310,17 +310,23 @@ def limited_by(
     said.extend(_neighbours(records, limits, tail))
     peak = int(loads[-1]["running"]["max"])
     if not said and peak < limits.max_num_seqs:
-        said.append(f"{_below_cap(loads[-1])}, the cap never bound{how}")
+        said.append(f"{_below_cap(loads[-1], limits)}, the cap never bound{how}")
     return "; ".join(said) or "nothing that was measured"
 
 
-def _below_cap(measurement: Mapping[str, Any]) -> str:
-    """Say why no more ran at once though the cap let them: none came, or prompts took long."""
+def _below_cap(measurement: Mapping[str, Any], limits: EngineLimits) -> str:
+    """Say why no more ran at once though the cap let them.
+
+    None came, or who did waited: for the token budget where steps were as large as that, else
+    for blocks, which may be kept free for a prompt that does not fit in yet.
+    """
     running, waiting = measurement["running"], measurement["queue_depth"]
     peak, waited = int(running["max"]), int(waiting["max"])
     ran = f"at most {peak} request{'' if peak == 1 else 's'} ran at once"
     if waiting["mean"] <= WAITING_RATIO * running["mean"]:
         return f"the traffic: {ran}"
+    if measurement["max_step_tokens"] < (1 - BINDING_RATIO) * limits.max_num_batched_tokens:
+        return f"the KV cache: up to {waited} waited though no step was full, {ran}"
     return f"reading prompts: up to {waited} waited for the token budget, {ran}"
 
 
