@@ -160,6 +160,15 @@ def test_a_window_that_holds_less_than_three_lives_is_told_of(run: ToyRun) -> No
         assert (Caveat.SHORT_WINDOW in run.context.caveats) == is_told
 
 
+def test_in_a_closed_loop_a_window_lasts_as_long_as_its_requests_take(run: ToyRun) -> None:
+    """Not as long as they took to come when they were recorded."""
+    measured = not_none(run.trial(CURRENT, Phase.CURRENT).measurement)
+    closed = ReplayPlan(load_model=LoadModel.CLOSED, concurrency=8)
+    workload = replace(run.workload, windows=(Window(0.0, 1.0),), plan=closed)
+    plan = replace(run.plan(BEST, CURRENT), workload=workload)
+    assert plan.lives == (measured["virtual_duration_s"], measured["e2e_s"]["p50"])
+
+
 def test_a_race_holds_as_many_requests_as_its_slos_need_or_none_is_run(tmp_path: Path) -> None:
     """A p99 needs a hundred; without the time for them the prediction stands."""
     trace = steady(400, per_s=14.0, prompt=110, output=35)

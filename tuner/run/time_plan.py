@@ -31,6 +31,7 @@ from tuner.search.budget import (
 )
 from tuner.search.trials import Phase, read_metric
 from tuner.shadow.predictor import Predictor
+from tuner.traffic.traces import LoadModel
 from tuner.traffic.windows import INSTANT_S, Window, busiest, whole
 
 Observe = Callable[[EngineLimits, ReplayLog], None]
@@ -82,29 +83,36 @@ class RacePlan:
     def lives(self) -> tuple[float, float] | None:
         """How long its shortest window lasts, and the middle request at the current setting.
 
-        As predicted, or as measured before the race. None where all of the trace races, or
-        nothing is known.
+        As predicted, or as measured before the race; in a closed loop a window lasts as long
+        as the engine takes for its requests. None where all of the trace races, or nothing is
+        known.
 
         Units: seconds each.
         """
         context, windows = self.context, self.workload.windows
         predicted = self.predicted.get(context.space.current)
         if predicted is None:
-            life_s = self._measured_life_s()
+            took_s, life_s = self._measured_life()
         else:
-            life_s = predicted.latency("e2e_s", "p50") or 0.0
+            took_s, life_s = predicted.clock_s, predicted.latency("e2e_s", "p50") or 0.0
         if not life_s or windows == (whole(context.trace),):
             return None
+        if self.workload.plan.load_model is LoadModel.CLOSED:
+            return took_s / len(windows), life_s
         return min(window.length_s for window in windows), life_s
 
-    def _measured_life_s(self) -> float:
-        """Return how long the middle request took at the current setting, 0 if unknown."""
+    def _measured_life(self) -> tuple[float, float]:
+        """Return how long a replay and its middle request took as it is now, 0 if unknown.
+
+        By the clock of the replay. Units: seconds each.
+        """
         mine = [
-            read_metric(trial.measurement, "e2e_p50")
+            (float(trial.measurement["virtual_duration_s"]), life_s)
             for trial in self.context.journal.records()
             if trial.is_whole and trial.measurement and trial.phase is Phase.CURRENT
+            if (life_s := read_metric(trial.measurement, "e2e_p50"))
         ]
-        return _middle([life_s for life_s in mine if life_s])
+        return sorted(mine)[len(mine) // 2] if mine else (0.0, 0.0)
 
     def _whole_replays(self) -> Iterator[tuple[EngineLimits, float]]:
         """Yield the limits of each whole live replay, and how long it took."""
