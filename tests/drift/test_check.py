@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ from tuner.drift.compare import drift_between
 from tuner.drift.retune import RetuneOptions
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
+from tuner.replay.plan import ReplayPlan
 from tuner.run.options import TuningOptions
 from tuner.run.start import aim_of
 from tuner.search.space import Reach
@@ -141,6 +143,20 @@ def test_a_window_of_new_traffic_begins_as_warm_as_where_it_is_tuned_for(
     assert aim.window == aim_of(tuning, TODAY).window == Window(60.0, 120.0, lead_in_s)
     retune, _ = a_retune(EngineLimits(2, 2048), CROWDED, 0.03)
     assert retune.rank(TODAY, aim).workload.requests == len(TODAY.between(60.0, 120.0))
+
+
+def test_what_was_replayed_in_a_closed_loop_is_checked_in_one(tmp_path: Path) -> None:
+    """With as many in flight, and clients that leave as soon, unless it is said otherwise."""
+    run = tmp_path / "run"
+    shutil.copytree(ROOT / "examples" / "demo" / "run", run)
+    result = json.loads((run / "result.json").read_text())
+    result["provenance"]["options"] |= {"concurrency": 6, "request_timeout_s": 9.0}
+    (run / "result.json").write_text(json.dumps(result))
+    baseline = read_baseline(run)
+    aim = RetuneOptions().aim(baseline, TODAY)
+    assert aim.plan == ReplayPlan(LoadModel.CLOSED, 6, timeout_s=9.0)
+    said = RetuneOptions(load_model=LoadModel.OPEN, request_timeout_s=3.0)
+    assert said.aim(baseline, TODAY).plan == ReplayPlan(timeout_s=3.0)
 
 
 def test_the_result_of_a_run_is_as_good_a_baseline_as_the_run() -> None:

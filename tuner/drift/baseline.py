@@ -24,7 +24,10 @@ class Baseline:
 
     `current` is what the run recommends, or what the profile was made with. `sketch` is None
     where nothing was kept of the traffic; `label` then names it, `sha256` identifies its
-    file; both are empty where not even that is known.
+    file; both are empty where not even that is known. A `concurrency` is how many requests
+    the run kept in flight, `request_timeout_s` after what time its clients left.
+
+    Units: seconds.
     """
 
     profile: Profile
@@ -34,6 +37,8 @@ class Baseline:
     sketch: TrafficSketch | None
     label: str = ""
     sha256: str = ""
+    concurrency: int | None = None
+    request_timeout_s: float | None = None
 
     def check_has_traffic(self, path: Path) -> TrafficSketch:
         """Return the sketch. Raises: UsageError if none was kept, with what to name instead."""
@@ -83,6 +88,8 @@ def _of_run(path: Path, profile_path: Path | None) -> Baseline:
         sketch=_sketch_in(path),
         label=f"{trace.requests:,} requests of {trace.source} (sha256 {trace.sha256[:8]}…)",
         sha256=trace.sha256,
+        concurrency=result.provenance.options.get("concurrency"),
+        request_timeout_s=result.provenance.options.get("request_timeout_s"),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 from tuner.drift.baseline import Baseline
 from tuner.engine.limits import EngineLimits
@@ -19,7 +20,7 @@ from tuner.search.race import RaceDecision
 from tuner.search.space import DEFAULT_LADDER, Reach, SearchSpace, search_space
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiled import ProfiledEngine
-from tuner.traffic.traces import Trace
+from tuner.traffic.traces import LoadModel, Trace
 from tuner.traffic.windows import Window, WindowChoice, whole
 
 
@@ -75,13 +76,21 @@ class RetuneOptions(ReplaySettings):
 
     def aim(self, baseline: Baseline, trace: Trace) -> Aim:
         """Return what is aimed at on this trace. Raises: UsageError, TraceError."""
-        plan = self.plan(trace)
+        plan = self._replayed_as(baseline).plan(trace)
         return Aim(
             self.objective or baseline.objective,
             self.slos or baseline.slos,
             plan,
             asked_window(self.window, trace, plan),
         )
+
+    def _replayed_as(self, baseline: Baseline) -> Self:
+        """Return the settings with what is open as the baseline was replayed."""
+        left = self.request_timeout_s or baseline.request_timeout_s
+        found = replace(self, request_timeout_s=left)
+        if baseline.concurrency is None or self.load_model or self.concurrency:
+            return found
+        return replace(found, load_model=LoadModel.CLOSED, concurrency=baseline.concurrency)
 
 
 @dataclass(frozen=True, slots=True)
