@@ -104,7 +104,9 @@ class ShadowCheck:
             one = self.traffic.of_one_replica(start_s, end_s)
             trace = one.between(start_s, end_s)
             live = _of_one(one.server.live(start_s, end_s), live)
-            ready = retune_on(trace, self.baseline, settings[0], self.config, self.retune, say)
+            # As the server was sent it, whatever the run that tuned for it kept in flight.
+            sent = replace(self.baseline, concurrency=None, request_timeout_s=None)
+            ready = retune_on(trace, sent, settings[0], self.config, self.retune, say)
             measure, plan = ready.retune.predictor.measure, ready.aim.plan
             outcomes = {x: measure([ready.trace], x, plan, ready.aim.slos) for x in settings}
         except TunerError as error:
