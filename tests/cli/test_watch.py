@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import math
 import signal
 import socket
 import subprocess
@@ -12,7 +13,9 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, Self
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
@@ -20,17 +23,26 @@ import pytest
 from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
+from support.optional import not_none
 from support.paths import ROOT
 from support.prometheus_parts import wait_for
 from support.shadow_files import home
+from support.traffic import steady
 from support.watch_parts import EIGHT, HOUR_S, UNCHANGED, a_world, pays
 from tuner.cli.options import given_in
+from tuner.cli.shadows import ShadowCheck
 from tuner.cli.watch import WatchOptions, run_watch
 from tuner.cli.watch_command import watch
+from tuner.drift.baseline import read_baseline
+from tuner.drift.retune import RetuneOptions
 from tuner.drift.watch import health
 from tuner.drift.watch.health import serving
+from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
+from tuner.replay.metrics import Measurement
 from tuner.replay.server.process import free_port
+from tuner.traffic.prometheus.live import Live
+from tuner.traffic.traces import Trace
 
 __all__ = ["home"]
 
@@ -338,3 +350,36 @@ def test_help_opens_with_an_example_and_states_every_default() -> None:
     ):
         assert name in shown
         assert f"[default: {default}" in shown
+
+
+class _Served:
+    """Traffic and live metrics of a server, in Prometheus' place."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace, self.server = trace, self
+
+    def live(self, start_s: float, end_s: float) -> Live:
+        """Return that all requests finished."""
+        return Live(end_s - start_s, (math.inf,), (float(len(self.trace)),), 1.0, is_there=True)
+
+    def of_one_replica(self, *_: float) -> Self:
+        """Return the one there is."""
+        return self
+
+    def between(self, *_: float) -> Trace:
+        """Return what came."""
+        return self.trace
+
+
+def test_a_guard_goes_by_what_came_whatever_a_run_kept_in_flight(home: Path) -> None:
+    """The run that is checked was of a closed loop; the server's clients are of none."""
+    baseline = replace(read_baseline(home / "profile.yaml"), concurrency=2)
+    served: Any = _Served(steady(200, per_s=4.0, prompt=200, output=80))
+    retune, before = RetuneOptions(is_forced=True), not_none(baseline.sketch)
+    assert retune.aim(baseline, served.trace).plan.concurrency == 2
+    check = ShadowCheck(retune, None, baseline, before, served)
+    sample = check.guard_sample(0.0, 50.0, [EngineLimits(4, 512), EngineLimits(8, 512)])
+    assert sample.why_not == ""
+    for predicted in sample.predicted.values():
+        assert isinstance(predicted, Measurement)
+        assert predicted.utilisation is not None  # a closed loop has none
