@@ -30,8 +30,7 @@ from tuner.traffic.traces import Trace
 LOAD_RATIO = 0.02
 # Beyond any demand; and below it a trace carries too little: ours.
 LARGEST_LOAD = 64.0
-# The first step from where an edge is thought to be, in doublings: ours, as far as it lies from
-# there on other traffic of the kind as often as not.
+# The first step from where an edge is thought to be, in doublings: ours, a fifth more or less.
 NEAR_STEP = 0.25
 MIN_LOAD = 1 / 64
 
