@@ -85,7 +85,9 @@ class _UntilFitted(Listener):
             raise _CalibratedError
 
 
-def calibrated(case: PlantedCase, truth: Truth, seed: int) -> tuple[Profile, float]:
+def calibrated(
+    case: PlantedCase, truth: Truth[PlantedCase], seed: int
+) -> tuple[Profile, float]:
     """Return the profile of a calibration, and the engine's seconds that it took."""
     source, current = case.source(seed), case.current
     listener = _UntilFitted(source.clock)
@@ -112,7 +114,7 @@ def calibrated(case: PlantedCase, truth: Truth, seed: int) -> tuple[Profile, flo
     return profile, source.clock.now_s - listener.started_s
 
 
-def settings_of(case: PlantedCase, truth: Truth) -> list[EngineLimits]:
+def settings_of(case: PlantedCase, truth: Truth[PlantedCase]) -> list[EngineLimits]:
     """Return the current setting, the best, and others that lose little."""
     best = truth.best()
     near = [s for s in case.grid if truth.loss(s, best) < NEAR_LOSS]

@@ -136,7 +136,7 @@ def statistic(
     }
 
 
-def figures(rows: Sequence[Judged], truths: Sequence[Truth]) -> list[Figure]:
+def figures(rows: Sequence[Judged], truths: Sequence[Truth[Any]]) -> list[Figure]:
     """Print and return the table."""
     answered = [row for row in rows if row.said.limits is not None]
     nothing = [row for row in rows if row.ended == INFEASIBLE]
@@ -145,11 +145,11 @@ def figures(rows: Sequence[Judged], truths: Sequence[Truth]) -> list[Figure]:
     table = [
         _share("ended in an error", len(errors), len(rows)),
         share("changed", answered, lambda r: r.is_change),
-        *_of_changes(answered),
-        *_of_losses(rows, answered),
+        *of_changes(answered),
+        *of_losses(rows, answered),
         share("breaks an SLO, told to meet it", with_slos, lambda r: bool(r.true.breaks_slo)),
         share("  and at any speed", with_slos, lambda r: bool(r.true.surely_breaks_slo)),
-        share("nothing feasible said, and something is", nothing, _is_feasible),
+        share("nothing feasible said, and something is", nothing, is_feasible),
         share("answered by prediction, not raced", answered, lambda r: r.said.is_predicted),
         statistic("engine seconds, median", rows, lambda r: r.engine_s, np.median, "s"),
         statistic("engine seconds, mean", rows, lambda r: r.engine_s, np.mean, "s"),
@@ -163,7 +163,7 @@ def figures(rows: Sequence[Judged], truths: Sequence[Truth]) -> list[Figure]:
     return table
 
 
-def _of_changes(answered: Sequence[Judged]) -> list[Figure]:
+def of_changes(answered: Sequence[Judged]) -> list[Figure]:
     """Return whether changes were gains, and of the size that was told."""
     changed = [row for row in answered if row.is_change]
     bounded = [row for row in changed if row.is_covered is not None]
@@ -179,7 +179,7 @@ def _of_changes(answered: Sequence[Judged]) -> list[Figure]:
     ]
 
 
-def _of_losses(rows: Sequence[Judged], answered: Sequence[Judged]) -> list[Figure]:
+def of_losses(rows: Sequence[Judged], answered: Sequence[Judged]) -> list[Figure]:
     """Return what the answers cost against the best there was."""
     could = [row for row in answered if row.true.could_gain >= PAYS_RATIO]
     surely = [row for row in answered if row.true.surely_could_gain >= PAYS_RATIO]
@@ -212,7 +212,7 @@ def _is_worse_tier(row: Judged) -> bool:
     return row.true.tier is not None and row.true.tier > row.true.best_tier
 
 
-def _is_feasible(row: Judged) -> bool:
+def is_feasible(row: Judged) -> bool:
     return row.true.best_tier < Tier.BREAKS_SLO
 
 
@@ -224,7 +224,7 @@ def _p95(values: Any) -> float:
     return float(np.quantile(values, 0.95))
 
 
-def _seed_pairs(rows: Sequence[Judged], truths: Sequence[Truth]) -> Figure:
+def _seed_pairs(rows: Sequence[Judged], truths: Sequence[Truth[Any]]) -> Figure:
     """Compare what seeds of one case recommend."""
     n = hits = 0
     for truth in truths:
@@ -276,9 +276,11 @@ def run_all(args: argparse.Namespace, numbers: Sequence[int]) -> None:
             flush=True,
         )
     table = figures(rows, list(truths.values()))
+    ended_as = Counter(row.ended for row in rows)
     if args.output:
-        _write(args, rows, table)
-    for ended, count in Counter(row.ended for row in rows).most_common():
+        took_s = round(sum(row.took_s for row in rows), 1)
+        write(args.output, table, rows, took_s=took_s, ended=dict(ended_as))
+    for ended, count in ended_as.most_common():
         print(f"{count} ended: {ended}")
 
 
@@ -305,7 +307,8 @@ def _read(path: Path) -> list[Judged]:
     return msgspec.convert(json.loads(path.read_text())["runs"], list[Judged])
 
 
-def _write(args: argparse.Namespace, rows: Sequence[Judged], table: Sequence[Any]) -> None:
+def write(path: Path, table: Sequence[Any], rows: Sequence[Any], **told: object) -> None:
+    """Write figures and what else is told, and the runs that they are of, one to a line."""
     head = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
     found = subprocess.run(head, capture_output=True, text=True, check=False)
     content = {
@@ -313,14 +316,12 @@ def _write(args: argparse.Namespace, rows: Sequence[Judged], table: Sequence[Any
         "made_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": found.stdout.strip(),
         "confidence": CONFIDENCE,
-        "took_s": round(sum(row.took_s for row in rows), 1),
+        **told,
         "figures": table,
-        "ended": dict(Counter(row.ended for row in rows)),
     }
-    # A run is a line.
     runs = ",\n  ".join(json.dumps(asdict(row)) for row in rows)
     text = json.dumps(content, indent=1).removesuffix("\n}")
-    args.output.write_text(f'{text},\n "runs": [\n  {runs}\n ]\n}}\n')
+    path.write_text(f'{text},\n "runs": [\n  {runs}\n ]\n}}\n')
 
 
 def main() -> None:

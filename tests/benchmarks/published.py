@@ -76,16 +76,26 @@ def closed_trace(isl: int, osl: int, count: int) -> Trace:
 
 
 def point(profile: Profile, row: dict[str, Any]) -> dict[str, float]:
-    """Return the mean latencies that a profile predicts for a published point."""
+    """Return the mean latencies that a profile predicts for a published point.
+
+    And the share of the time that sequences decode in which a prompt is computed beside them.
+    """
     seqs = int(row["concurrency"])
     limits = EngineLimits(seqs, BUDGET)
     trace = closed_trace(row["isl"], row["osl"], 10 * seqs)
-    plan = ReplayPlan(load_model=LoadModel.CLOSED, concurrency=seqs)
-    lines = Predictor(profile).replay(trace, limits, plan).timelines
+    plan = ReplayPlan(load_model=LoadModel.CLOSED, concurrency=seqs, keep_steps=True)
+    log = Predictor(profile).replay(trace, limits, plan)
+    lines, steps = log.timelines, log.kept_steps
     tpot_s = (lines.last_s - lines.first_s) / np.maximum(lines.output_tokens - 1, 1)
     # In a closed loop a request is due when it is sent.
     ttft_s = lines.first_s - lines.due_s
-    return {"ttft_ms": 1e3 * float(ttft_s.mean()), "tpot_ms": 1e3 * float(tpot_s.mean())}
+    assert steps is not None
+    decoded_s = steps.duration_s * steps.decode_seqs
+    return {
+        "ttft_ms": 1e3 * float(ttft_s.mean()),
+        "tpot_ms": 1e3 * float(tpot_s.mean()),
+        "beside_prompts": float(decoded_s[steps.prefill_tokens > 0].sum() / decoded_s.sum()),
+    }
 
 
 def published() -> dict[tuple[str, str, int], list[dict[str, Any]]]:

@@ -205,9 +205,9 @@ def test_of_a_long_recording_a_busy_part_says_which_batches_a_setting_makes(
 
 
 def test_of_published_tables_a_small_gain_is_not_sure() -> None:
-    """On an H200 six settings were 5 % off beside each other; who measured is surer."""
+    """On machines as far off as published ones it is 0.4 to 3.5 %; who measured is surer."""
     tables = read_profile(ROOT / "profiles" / "gpu" / "meta-llama-3.1-8b.1xh100_sxm.yaml")
-    small, current = EngineLimits(256, 512), EngineLimits(1024, 8192)
+    small, current = EngineLimits(256, 1024), EngineLimits(1024, 8192)
     rng = np.random.default_rng(1)
     due_s = np.cumsum(rng.exponential(1 / 5, 600))
     lengths = (rng.integers(low, high, 600).tolist() for low, high in ((300, 2400), (50, 450)))

@@ -313,7 +313,7 @@ def test_nor_is_any_by_another_objective(
     check_run(Truth.of(drawn_case(number, traces, objective=objective), None))
 
 
-def check_run(truth: Truth) -> None:
+def check_run(truth: Truth[PlantedCase]) -> None:
     """Tune once and see that the answer is not far off what is true."""
     row = judged_run(truth, seed=0)
     assert row.ended in ("complete", INFEASIBLE)

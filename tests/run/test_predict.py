@@ -25,7 +25,7 @@ from tuner.run.sessions.shadow import predict_space
 from tuner.search.budget import Aim
 from tuner.search.objective import Objective, Scoring, Tier
 from tuner.search.race import RaceVerdict
-from tuner.search.space import SearchSpace
+from tuner.search.space import Reach, SearchSpace
 from tuner.search.trials import TIE_RATIO, Phase, leader, predictions
 from tuner.traffic.traces import LoadModel, Trace
 from tuner.traffic.windows import Window, whole
@@ -97,6 +97,25 @@ def test_what_lies_between_the_best_and_its_neighbours_is_looked_at() -> None:
     values = [value_at(EngineLimits(cap, 2048), source, TRACE) for cap in range(1, 33)]
     # Refining stops at caps a fifth apart, on this curve 4 %; the leader may tie within 3 %.
     assert not_none(best).score.value <= min(values) * 1.07
+
+
+def test_without_an_engine_caps_grow_while_the_largest_may_win_and_binds() -> None:
+    """A hundred requests at a time: no cap below has room for them, no larger one more."""
+    few, many = bursts_of(8), bursts_of(100)
+    started = a_space(EngineLimits(1, 2048), (1, 4, 16))
+    space = replace(started, top=16, ceiling=EngineLimits(1024, 2048))
+    caps = {
+        name: {o.limits.max_num_seqs for o in predicted(trace, at, ToySource()).observations}
+        for name, trace, at in (
+            ("quiet", few, space),
+            ("busy", many, space),
+            ("within reach", many, replace(space, reach=Reach(40.0))),
+        )
+    }
+    assert max(caps["quiet"]) == 16
+    assert {32, 64, 128} <= caps["busy"] <= set(range(129))
+    assert max(caps["within reach"]) == 40
+    assert max(limits.max_num_seqs for limits in space.grid()) == 16
 
 
 def smallest_of_the_best(trace: Trace, tail: str, settings: list[EngineLimits]) -> EngineLimits:

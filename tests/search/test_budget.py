@@ -28,7 +28,7 @@ from tuner.search.budget import (
     window_text,
 )
 from tuner.search.objective import Objective
-from tuner.search.space import PAST_LADDER, search_space
+from tuner.search.space import MOST_PREDICTED_SEQS, PAST_LADDER, search_space
 from tuner.traffic.traces import LoadModel
 from tuner.traffic.windows import Window, whole
 
@@ -69,6 +69,17 @@ def test_the_ceiling_holds_the_current_limits_and_room_past_the_ladder() -> None
     assert large.ladder == (2, 8, 32)
     assert large.ceiling.max_num_seqs == 32 * PAST_LADDER
     assert large.ceiling.max_num_batched_tokens >= max(large.budgets)
+
+
+def test_what_is_predicted_alone_begins_as_wide_and_has_more_room_for_caps() -> None:
+    trace = steady(200, per_s=10, prompt=100)
+    started = search_space(FACTS, trace, (1, 2, 4), CURRENT)
+    alone = search_space(FACTS, trace, (1, 2, 4), CURRENT, is_started=False)
+    assert alone.ceiling.max_num_seqs == MOST_PREDICTED_SEQS
+    assert alone.grid() == started.grid()
+    assert {limits.max_num_seqs for limits in alone.past(64)} == {128}
+    assert not started.past(64)
+    assert not alone.past(MOST_PREDICTED_SEQS)
 
 
 def test_token_budgets_end_at_what_the_busiest_second_or_longest_prompt_can_use() -> None:

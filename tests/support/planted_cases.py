@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -54,6 +54,51 @@ CLOSED: Final = "closed"
 """What the name of a case in a closed loop ends with."""
 SPEEDS: Final = (1.0, 0.98, 1.02)
 """What holds at all of these is no chance of one replay near overload: ours."""
+
+
+class KnownCase(Protocol):
+    """A case whose truth can be replayed, at steps so many times as long and any load."""
+
+    @property
+    def name(self) -> str:
+        """What tells it from others."""
+
+    @property
+    def trace(self) -> Trace:
+        """The traffic."""
+
+    @property
+    def current(self) -> EngineLimits:
+        """What is deployed."""
+
+    @property
+    def plan(self) -> ReplayPlan:
+        """How the traffic is replayed."""
+
+    @property
+    def objective(self) -> Objective:
+        """What is optimised."""
+
+    @property
+    def slo_metric(self) -> tuple[str, str] | None:
+        """Of what an SLO is asked, None where none is."""
+
+    @property
+    def slo_share(self) -> float:
+        """Which share of the settings breaks it."""
+
+    @property
+    def grid(self) -> list[EngineLimits]:
+        """Every setting that may be the best."""
+
+    def replayed(
+        self,
+        limits: EngineLimits,
+        times: float = 1.0,
+        load: float = 1.0,
+        slos: Sequence[Slo] = (),
+    ) -> Measurement:
+        """Return what so much of the traffic truly comes to at a setting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +150,29 @@ class PlantedCase:
     @property
     def grid(self) -> list[EngineLimits]:
         """Every setting that may be the best, as the tool spans it; the current one too."""
-        caps, top = list(LADDER), max(4 * LADDER[-1], self.current.max_num_seqs)
-        while 2 * caps[-1] <= top:
-            caps.append(2 * caps[-1])
-        budgets = sorted({*_useful(self.trace), self.current.max_num_batched_tokens})
-        settings = [EngineLimits(cap, max(cap, budget)) for cap in caps for budget in budgets]
-        return list(dict.fromkeys((self.current, *settings)))
+        top = max(4 * LADDER[-1], self.current.max_num_seqs)
+        return grid_of(self.trace, self.current, top)
+
+    def replayed(
+        self,
+        limits: EngineLimits,
+        times: float = 1.0,
+        load: float = 1.0,
+        slos: Sequence[Slo] = (),
+    ) -> Measurement:
+        """Replay so much of the traffic on the truth at a setting, started cold with it."""
+        engine, trace = self.truth(times).start({}, limits), at_load(self.trace, load)
+        return measure([replay(engine, trace, PromptSource(trace, 1000), self.plan)], slos)
+
+
+def grid_of(trace: Trace, current: EngineLimits, top: int) -> list[EngineLimits]:
+    """Return the current setting, and caps from the ladder to a top at useful budgets."""
+    caps = list(LADDER)
+    while 2 * caps[-1] <= top:
+        caps.append(2 * caps[-1])
+    budgets = sorted({*_useful(trace), current.max_num_batched_tokens})
+    settings = [EngineLimits(cap, max(cap, budget)) for cap in caps for budget in budgets]
+    return list(dict.fromkeys((current, *settings)))
 
 
 def _useful(trace: Trace) -> tuple[int, ...]:
@@ -190,7 +252,11 @@ def drawn_case(
 
 def _slice(trace: Trace, requests: int, rng: np.random.Generator) -> Trace:
     """Return so many requests in a row, without what was hashed: nothing is cached here."""
-    first = int(rng.integers(0, max(1, len(trace) - requests)))
+    return part_of(trace, int(rng.integers(0, max(1, len(trace) - requests))), requests)
+
+
+def part_of(trace: Trace, first: int, requests: int) -> Trace:
+    """Return so many requests from one on, without what was hashed."""
     rows = slice(first, first + requests)
     due_s = trace.due_s[rows] - trace.due_s[first]
     prompts = np.minimum(trace.prompt_tokens[rows], 24_000)
@@ -210,32 +276,23 @@ def _at_load(case: PlantedCase) -> PlantedCase:
     """Return the case with arrivals at its share of what the machine can serve at the most."""
     trace = case.trace
     at_once = replace(case, trace=replace(trace, due_s=np.zeros(len(trace))), concurrency=None)
-    busy_s = min(_replayed(at_once, EngineLimits(cap, 8192)).busy_s for cap in (32, 128))
+    busy_s = min(at_once.replayed(EngineLimits(cap, 8192)).busy_s for cap in (32, 128))
     pace = busy_s / case.load / max(trace.duration_s, 1e-9)
     return replace(case, trace=replace(trace, due_s=trace.due_s * pace))
 
 
-def _replayed(
-    case: PlantedCase,
-    limits: EngineLimits,
-    times: float = 1.0,
-    load: float = 1.0,
-    slos: Sequence[Slo] = (),
-) -> Measurement:
-    """Replay so much of the case's traffic on its truth at a setting, started cold with it."""
-    engine, trace = case.truth(times).start({}, limits), at_load(case.trace, load)
-    return measure([replay(engine, trace, PromptSource(trace, 1000), case.plan)], slos)
+_Case = TypeVar("_Case", bound=KnownCase)
 
 
 @dataclass(slots=True)
-class Truth:
+class Truth(Generic[_Case]):
     """What is true of a case, worked out as it is asked for and kept in a file.
 
     Near overload a replay is chaotic: a machine 1 % faster may have half the tail. So
     everything can be asked for at steps so many `times` as long.
     """
 
-    case: PlantedCase
+    case: _Case
     cache: Path | None = None
     slos: tuple[Slo, ...] = ()
     _known: dict[float, dict[EngineLimits, Measurement]] = field(default_factory=dict)
@@ -243,7 +300,7 @@ class Truth:
     _has_new: bool = False
 
     @classmethod
-    def of(cls, case: PlantedCase, cache: Path | None) -> Truth:
+    def of(cls, case: _Case, cache: Path | None = None) -> Truth[_Case]:
         """Return the truth of a case over its whole grid, with the SLO that it is given."""
         path = None if cache is None else cache / f"{_key(case)}.pickle"
         truth = cls(case, path)
@@ -268,7 +325,7 @@ class Truth:
         known = self._known.setdefault(times, {})
         if limits not in known:
             alike = next((m for own, m in known.items() if _alike(own, m, limits)), None)
-            known[limits] = alike or _replayed(self.case, limits, times)
+            known[limits] = alike or self.case.replayed(limits, times)
             self._has_new = True
         return known[limits]
 
@@ -291,8 +348,8 @@ class Truth:
     def _measured_by_slo(self, limits: EngineLimits, times: float) -> Measurement:
         """Return what a setting does within the SLO, or at the largest load that keeps it."""
         if self.case.objective is Objective.GOODPUT:
-            return _replayed(self.case, limits, times, slos=self.slos)
-        at = partial(_replayed, self.case, limits, times)
+            return self.case.replayed(limits, times, slos=self.slos)
+        at = partial(self.case.replayed, limits, times)
         found = measure_capacity(at, [self.case.trace], 1.0, self.slos)
         assert isinstance(found, Measurement)
         return found
@@ -401,9 +458,9 @@ _ENGINE: Final = ("limits", "protocol", "shape", "steps")
 """Modules of the engine that a planted one needs; no real one is started."""
 
 
-def _key(case: PlantedCase) -> str:
+def _key(case: Any) -> str:
     """Return what a case's truth follows from: its traffic, its machine, and the code."""
-    told = hashlib.sha256(repr(replace(case, trace=None)).encode())  # type: ignore[arg-type]
+    told = hashlib.sha256(repr(replace(case, trace=None)).encode())
     for column in (case.trace.due_s, case.trace.prompt_tokens, case.trace.output_tokens):
         told.update(column.tobytes())
     sources = [*_CODE, *(str(p) for p in _sources())]
@@ -419,7 +476,7 @@ def _sources() -> Iterator[Path]:
         yield path.relative_to(ROOT)
 
 
-def apart(truth: Truth, settings: Sequence[EngineLimits]) -> bool:
+def apart(truth: Truth[Any], settings: Sequence[EngineLimits]) -> bool:
     """Whether two recommended settings are truly further apart than chance may decide."""
     one, other = (truth.score(limits) for limits in settings)
     ratio = ratio_of(one, other)

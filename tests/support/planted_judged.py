@@ -6,9 +6,10 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from support.planted import PlantedSource
-from support.planted_cases import LADDER, SPEEDS, Truth
+from support.planted_cases import LADDER, SPEEDS, PlantedCase, Truth
 from support.virtual_time import on_virtual_time
 from tuner.engine.limits import EngineLimits
 from tuner.errors import NoFeasibleConfigError
@@ -103,7 +104,7 @@ class Known:
     rate_loss: float | None = None
 
     @classmethod
-    def of(cls, truth: Truth, said: Said) -> Known:
+    def of(cls, truth: Truth[Any], said: Said) -> Known:
         """Return what is true of what was said."""
         limits, current = said.limits, truth.case.current
         best = truth.best() if limits is None else truth.best(limits)
@@ -133,7 +134,7 @@ class Known:
         )
 
 
-def _to_be_had(truth: Truth, best: EngineLimits, times: float) -> float:
+def _to_be_had(truth: Truth[Any], best: EngineLimits, times: float) -> float:
     """Return what the current setting loses; enough to pay where it alone breaks an SLO."""
     current = truth.case.current
     mine, its = truth.score(current, times), truth.score(best, times)
@@ -143,7 +144,9 @@ def _to_be_had(truth: Truth, best: EngineLimits, times: float) -> float:
     return max(0.0, _charged(mine, its) / _charged(its, mine) - 1)
 
 
-def _is_better(truth: Truth, limits: EngineLimits, other: EngineLimits, times: float) -> bool:
+def _is_better(
+    truth: Truth[Any], limits: EngineLimits, other: EngineLimits, times: float
+) -> bool:
     """Whether a setting is truly better than another by what is optimised."""
     mine, its = truth.score(limits, times), truth.score(other, times)
     if Tier.BREAKS_SLO in (mine.tier, its.tier):
@@ -158,7 +161,7 @@ def _charged(score: Score, other: Score) -> float:
     return score.value_in(Tier.GOOD) * (1 + max(over, MISSED_LOAD) * missed)
 
 
-def _gain(truth: Truth, limits: EngineLimits, metric: str) -> float | None:
+def _gain(truth: Truth[Any], limits: EngineLimits, metric: str) -> float | None:
     """Return the true gain by a metric as a run names it.
 
     Bounds are the load's too where one of the two bears it and, within NEAR_SLO, keeps its SLO.
@@ -213,7 +216,10 @@ class Judged:
 
 
 def judged_run(
-    truth: Truth, seed: int, listener: Listener | None = None, method: Method = Method.AUTO
+    truth: Truth[PlantedCase],
+    seed: int,
+    listener: Listener | None = None,
+    method: Method = Method.AUTO,
 ) -> Judged:
     """Tune once in the mood of a seed, and hold the answer to the truth."""
     source = truth.case.source(seed)
@@ -238,7 +244,9 @@ def judged_run(
     )
 
 
-def _options(truth: Truth, seed: int, run_dir: Path, method: Method) -> TuningOptions:
+def _options(
+    truth: Truth[PlantedCase], seed: int, run_dir: Path, method: Method
+) -> TuningOptions:
     current = truth.case.current
     return TuningOptions(
         trace=truth.case.trace,

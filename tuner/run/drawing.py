@@ -22,7 +22,7 @@ from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.runner import Failure, measure_capacity
 from tuner.run.context import Workload
-from tuner.run.predict import Predictions, at_once, predict_more
+from tuner.run.predict import FAR, Predictions, at_once, predict_more
 from tuner.search.choice import CONTENDS, Choice, beside, witnesses
 from tuner.search.draws import Draws, Learnable, drawn_of, wider_for
 from tuner.search.effects import UNEXPLAINED, Effects, Unexplained
@@ -51,10 +51,9 @@ DRAWS, FEW_DRAWS, CAPACITY_DRAWS = 200, 50, 100
 # one for each draw (tests/test_stats.py).
 DRAWS_PER_MODEL = 2
 # Who could be the best is asked of all with this share of the draws, and with all draws of so
-# many of these, the likeliest; who is further than this from what is thought best is not, and
-# who may keep its bounds is whoever does so as often as not, and with room to spare who would
-# were so many times as much of them used up: ours.
-SIFT, SIFTED, FAR, POSSIBLE, SAFE = 0.2, 8, 1.0, 0.5, 1.1
+# many of these, the likeliest; who may keep its bounds is whoever does so as often as not, and
+# with room to spare who would were so many times as much of them used up: ours.
+SIFT, SIFTED, POSSIBLE, SAFE = 0.2, 8, 0.5, 1.1
 # Predictions of the same batches that differ by less than this are the same: ours, a tenth of
 # what settings that lose the same may differ by.
 SAME_RATIO = 0.001

@@ -1,7 +1,8 @@
 """Predict a whole space from a profile, and hold what was predicted to what was measured live.
 
-Every setting of the grid is predicted on the whole workload, then those halfway between the
-best and its neighbours. How sure that is, is found by `drawing`.
+Every setting of the grid is predicted on the whole workload, then larger caps while the largest
+binds and may be the best, then those halfway between the best and its neighbours. How sure that
+is, is found by `drawing`.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from tuner.shadow.predictor import Predictor
 from tuner.traffic.resample import multiple_of
 from tuner.traffic.traces import LoadModel, Trace
 
+# Who is further than this from what is thought best could not be the best: ours.
+FAR = 1.0
 # Rounds of looking between the best cap and its neighbours: ours; each halves the gap.
 REFINEMENTS = 2
 # Live and predicted disagree if they differ by more than this many times the stated error,
@@ -90,7 +93,7 @@ class Foretold:
 
 
 def predict(predictor: Predictor, space: SearchSpace, workload: Workload) -> Predictions:
-    """Predict the grid, and what lies between its best and their neighbours.
+    """Predict the grid, what is past its edge while that may win, and what is beside the best.
 
     Where capacity is the objective each is predicted at the largest load at which its SLOs
     hold, so that none lies between others.
@@ -99,6 +102,8 @@ def predict(predictor: Predictor, space: SearchSpace, workload: Workload) -> Pre
     """
     settings = [space.current, *space.grid()]
     found = predict_more(predictor, Predictions(workload), settings)
+    while more := _past_the_edge(found.observations, space):
+        found = predict_more(predictor, found, more)
     is_capacity = workload.scoring.objective is Objective.CAPACITY
     for _ in range(0 if is_capacity else REFINEMENTS):
         found = predict_more(predictor, found, _between(found.observations, space))
@@ -145,6 +150,17 @@ def at_once(
     threads = min(THREADS, len(os.sched_getaffinity(0)), room)
     with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(replay, places))
+
+
+def _past_the_edge(seen: Sequence[Observation], space: SearchSpace) -> list[EngineLimits]:
+    """Return settings of a larger cap where the largest binds and is not far from the best."""
+    best, largest = leader(seen), max(o.limits.max_num_seqs for o in seen)
+    may_win = (
+        not o.cap_never_bound and o.score.could_beat(best.score, FAR)
+        for o in seen
+        if best is not None and o.limits.max_num_seqs == largest
+    )
+    return space.past(largest) if any(may_win) else []
 
 
 def _between(seen: Sequence[Observation], space: SearchSpace) -> list[EngineLimits]:

@@ -295,7 +295,7 @@ class Start:
         )
         if message:
             listener.note(message)
-        space = search_space(facts, trace, tuple(options.ladder), facts.current_limits)
+        space = _space_of(options, facts, trace)
         aim, budget = aim_of(options, trace), Budget(prepared.budget_s)
         # Storage may be shared, and another run may have a directory of the same name.
         new_study = f"tune {prepared.run_path.name} {uuid4().hex[:8]}"
@@ -334,6 +334,12 @@ class Start:
         elif self.stored.ceiling != context.space.ceiling:
             return context.below(self.stored.ceiling)
         return context
+
+
+def _space_of(options: TuningOptions, facts: EngineFacts, trace: Trace) -> SearchSpace:
+    """Return what may be tried; without an engine larger caps, as far as they may win."""
+    is_started, now = options.method is not Method.SHADOW, facts.current_limits
+    return search_space(facts, trace, tuple(options.ladder), now, is_started=is_started)
 
 
 def _first_caveats(

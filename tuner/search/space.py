@@ -17,6 +17,8 @@ DEFAULT_LADDER = (1, 2, 4, 8, 16, 32)
 PAST_LADDER = 4
 MAX_CAP = 1 << 18
 """The largest cap of a ladder: ours, so that what is past it still fits into a run's study."""
+MOST_PREDICTED_SEQS = 1024
+"""How far caps go where nothing is started: vLLM's own largest default."""
 MAX_BUDGET = 1 << 24
 """The largest token budget that fits into a run's study."""
 # Powers of two that span vLLM's own defaults: ours.
@@ -64,7 +66,8 @@ class SearchSpace:
     """What may be tried.
 
     `current` is the user's configuration and always trial 0. `ceiling` bounds everything,
-    `reach` how far from the current limits it may be, None for any distance.
+    `reach` how far from the current limits it may be, None for any distance. Caps above `top`
+    are tried only where the largest before them may be the best; None for the ceiling's.
 
     Raises: UsageError if the ladder is empty, or a cap is below 1 or too large.
     """
@@ -75,6 +78,7 @@ class SearchSpace:
     ceiling: EngineLimits
     min_budget: int = 1
     reach: Reach | None = None
+    top: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse an empty ladder, and caps that no engine starts with."""
@@ -99,14 +103,22 @@ class SearchSpace:
     def caps(self) -> list[int]:
         """Return the caps of the ladder and past it, ascending."""
         caps, cap = list(self.ladder), self.ladder[-1]
-        while (cap := 2 * cap) <= self.ceiling.max_num_seqs:
+        most = self.ceiling.max_num_seqs if self.top is None else self.top
+        while (cap := 2 * cap) <= most:
             caps.append(cap)
         return caps
 
     def grid(self) -> list[EngineLimits]:
-        """Return every setting: caps of the ladder and past it, times token budgets."""
+        """Return every setting: caps of the ladder, past it and now, times token budgets."""
+        now = self.current.max_num_seqs
+        return self._at_every_budget(sorted({*self.caps(), now, *self._furthest_caps()}))
+
+    def past(self, largest: int) -> list[EngineLimits]:
+        """Return the settings of the next cap above the largest that was tried."""
+        return self._at_every_budget([2 * largest])
+
+    def _at_every_budget(self, caps: Sequence[int]) -> list[EngineLimits]:
         budgets = sorted({*self.budgets, self.reference_budget})
-        caps = sorted({*self.caps(), *self._furthest_caps()})
         settings = [self.at(cap, budget) for cap in caps for budget in budgets]
         return list(dict.fromkeys(f for f in settings if self._holds(f)))
 
@@ -160,21 +172,30 @@ def token_budgets(useful_tokens: int, min_tokens: int) -> tuple[int, ...]:
 
 
 def search_space(
-    facts: EngineFacts, trace: Trace, ladder: tuple[int, ...], current: EngineLimits
+    facts: EngineFacts,
+    trace: Trace,
+    ladder: tuple[int, ...],
+    current: EngineLimits,
+    *,
+    is_started: bool = True,
 ) -> SearchSpace:
     """Return what may be tried for this trace on this engine.
 
     The ceiling holds the current limits, the ladder with room past its top, and the largest
     token budget that could matter: what is due within the busiest second, or the longest
-    prompt, several times over.
+    prompt, several times over. Where no engine is started with it, which would take memory for
+    all of it, there is more room for caps while they win.
     """
     min_tokens = 1 if facts.chunks_prefill else facts.max_model_len
     peak = busiest(trace, 1.0).of(trace)
     useful = 4 * max(int(peak.prompt_tokens.sum()), int(trace.prompt_tokens.max()))
     budgets = token_budgets(useful, min_tokens)
     top = min(max(ladder, default=1), MAX_CAP) * PAST_LADDER  # a larger cap is refused below
+    seqs = top = max(current.max_num_seqs, top)
+    if not is_started:
+        seqs = max(top, MOST_PREDICTED_SEQS)
     ceiling = EngineLimits(
-        max(current.max_num_seqs, top),
-        max(current.max_num_batched_tokens, *budgets, top, min_tokens),
+        seqs, max(current.max_num_batched_tokens, *budgets, seqs, min_tokens)
     )
-    return SearchSpace(current, tuple(sorted(set(ladder))), budgets, ceiling, min_tokens)
+    caps = tuple(sorted(set(ladder)))
+    return SearchSpace(current, caps, budgets, ceiling, min_tokens, top=top)

@@ -78,7 +78,9 @@ class LoadsOptions:
         facts = source.facts(engine_of_profile(profile).values)
         trace = self.traffic.fitted(recorded, facts.max_model_len)
         busiest = at_load(trace, load)
-        space = search_space(facts, busiest, self.ladder, facts.current_limits)
+        space = search_space(
+            facts, busiest, self.ladder, facts.current_limits, is_started=False
+        )
         seed, is_forced = self.traffic.seed, self.shadow.is_forced
         predictor = Predictor(profile, seed=seed, is_forced=is_forced)
         return trace, Retune(space, predictor)

@@ -1,0 +1,129 @@
+"""How often a decision by a derived profile alone is right, and how sure it was.
+
+    python tests/benchmarks/predicted_truth.py --traces DIR [--first 0] [--cases 100] [-o FILE]
+
+Machines are as far off their profiles as published ones (tests/support/derived_cases.py), and
+nothing is measured on them. The truth is the whole traffic at every setting, and what comes
+right after it in the recording.
+"""
+
+# ruff: noqa: T201 - a benchmark prints
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from planted_truth import Figure, is_feasible, of_changes, of_losses, share, write
+
+from support.derived_cases import Foreseen, derived_case, foreseen, published_systems
+from support.paths import SHARED_TRACES
+from support.planted_cases import Truth, recordings
+from support.planted_judged import Judged
+
+# Edges of the probabilities that are told together: ours.
+EDGES = (0.0, 0.6, 0.7, 0.8, 0.9, 0.97, 1.01)
+
+
+def tell(found: Sequence[Foreseen]) -> list[Figure]:
+    """Print and return the figures of answers, and of what was said of rivals."""
+    runs = [one.run for one in found]
+    answered = [run for run in runs if run.said.limits is not None]
+    nothing = [run for run in runs if run.said.limits is None]
+    with_slos = [run for run in answered if run.true.breaks_slo is not None]
+    rivals = [one.rival for one in found if one.rival is not None]
+    later = [one.later for one in found if one.later is not None and one.run.is_change]
+    return [
+        share("changed", answered, lambda run: run.is_change),
+        *of_changes(answered),
+        *of_losses(runs, answered),
+        share("breaks an SLO", with_slos, lambda run: bool(run.true.breaks_slo)),
+        share("nothing feasible said, and something is", nothing, is_feasible),
+        share("gain of who is closest within the interval", _bounded(rivals), _is_covered),
+        share("a change is better on the traffic after", later, _is_better),
+        share("  and gains within that of other hours", _bounded(later), _is_covered),
+        *_by_probability("P(better)", found, lambda one: one.p_better, _rival_is_better),
+        *_by_probability("P(SLO)", found, lambda one: one.p_slo, _keeps_slo),
+    ]
+
+
+def _bounded(runs: Sequence[Judged]) -> list[Judged]:
+    return [run for run in runs if run.is_covered is not None]
+
+
+def _is_covered(run: Judged) -> bool:
+    return bool(run.is_covered)
+
+
+def _is_better(run: Judged) -> bool:
+    return bool(run.true.is_better)
+
+
+def _rival_is_better(one: Foreseen) -> bool | None:
+    return None if one.rival is None else one.rival.true.is_better
+
+
+def _keeps_slo(one: Foreseen) -> bool | None:
+    return None if one.run.true.breaks_slo is None else not one.run.true.breaks_slo
+
+
+def _by_probability(
+    name: str,
+    found: Sequence[Foreseen],
+    told: Callable[[Foreseen], float | None],
+    true: Callable[[Foreseen], bool | None],
+) -> list[Figure]:
+    """Print and return how often what was told with a probability was so."""
+    pairs = [
+        (p, holds)
+        for one in found
+        if (p := told(one)) is not None and (holds := true(one)) is not None
+    ]
+    table: list[Figure] = []
+    for low, high in pairwise(EDGES):
+        inside = [(p, holds) for p, holds in pairs if low <= p < high]
+        if not inside:
+            continue
+        mean = float(np.mean([p for p, _ in inside]))
+        hits = sum(holds for _, holds in inside)
+        print(f"{name} told {mean:.2f}, true {hits / len(inside):.2f}, n {len(inside)}")
+        table.append({"name": name, "told": mean, "hits": hits, "n": len(inside)})
+    return table
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--traces", type=Path, default=SHARED_TRACES)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first case")
+    parser.add_argument("--cases", type=int, default=100)
+    parser.add_argument("-o", "--output", type=Path)
+    args = parser.parse_args()
+    traces, missing = recordings(args.traces)
+    for sentence in missing:
+        print(sentence, file=sys.stderr)
+    systems, found = published_systems(), []
+    for number in range(args.first, args.first + args.cases):
+        one = foreseen(Truth.of(derived_case(number, traces, systems)))
+        run = one.run
+        print(
+            f"{run.case}: {run.current} {run.said.verdict} {run.said.limits}, best "
+            f"{run.true.best}, loss {run.true.loss} (current {run.true.could_gain:.3f})",
+            file=sys.stderr,
+            flush=True,
+        )
+        found.append(one)
+    table = tell(found)
+    if args.output:
+        write(args.output, table, found)
+
+
+if __name__ == "__main__":
+    main()
