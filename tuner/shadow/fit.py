@@ -30,7 +30,7 @@ MIN_STEPS = 200
 MAX_STEPS = 20_000
 # Steps under a segment between two knots, and under the last one, which extrapolates: ours. No
 # share of all, since nearly all steps of a replay only decode, and prompts take the time.
-SEGMENT_STEPS, LAST_STEPS = 50, 100
+SEGMENT_STEPS, LAST_STEPS = 10, 100
 # A knot is kept if it lowers the squared relative error of left-out steps by this share and by
 # this many standard errors over the folds. At ten percent of noise the share is a misfit of
 # 0.45 % (ours). One standard error, since folds are of different kinds of batches: a bend that
@@ -415,15 +415,19 @@ def _merging(grid: Knots, knots: Knots) -> Floats:
 def _supported(x: Floats) -> Knots:
     """Return the powers of two between which enough steps lie, after a first knot at 0.
 
+    Where none lie a knot is at the lower end of the gap: a batch takes its time from a size on
+    that is small, and what is between is then on a line, not on the flat of the smallest.
     The last segment, which extends, is also at least half of what was seen.
     """
     x = np.sort(x[x > 0])
-    least, knots, above = LAST_STEPS, list[int](), x.size
-    for exponent in reversed(range(int(x[-1] if x.size else 0).bit_length())):
-        below = int(np.searchsorted(x, 2**exponent, "right"))
-        spans = len(knots) > 0 or 2 ** (exponent + 1) <= x[-1]
-        if spans and above - below >= least and below >= SEGMENT_STEPS:
-            knots, above, least = [2**exponent, *knots], below, SEGMENT_STEPS
+    knots, below = list[int](), 0
+    for exponent in range(int(x[-1] if x.size else 0).bit_length()):
+        upto = int(np.searchsorted(x, 2**exponent, "right"))
+        is_last = 2 ** (exponent + 1) > x[-1] or x.size - upto < LAST_STEPS
+        if is_last:
+            break
+        if upto - below >= SEGMENT_STEPS:
+            knots, below = [*knots, 2**exponent], upto
     return (0, *knots)
 
 
