@@ -1,10 +1,13 @@
-"""How often a decision by a derived profile alone is right, and how sure it was.
+"""How often a decision by a profile alone is right, and how sure it was.
 
-    python tests/benchmarks/predicted_truth.py --traces DIR [--first 0] [--cases 100] [-o FILE]
+    python tests/benchmarks/predicted_truth.py --traces DIR [--first 0] [--cases 100]
+                                               [--recorded] [--seed 0] [-o FILE]
 
-Machines are as far off their profiles as published ones (tests/support/derived_cases.py), and
-nothing is measured on them. The truth is the whole traffic at every setting, and what comes
-right after it in the recording.
+Profiles are derived, and machines as far off them as published ones
+(tests/support/derived_cases.py); with --recorded they are learnt of what a planted machine did
+while it served the traffic at its current limits (tests/support/recorded_cases.py). Nothing
+else is measured. The truth is the whole traffic at every setting, and of derived profiles what
+comes right after it in the recording, too.
 """
 
 # ruff: noqa: T201 - a benchmark prints
@@ -23,10 +26,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from planted_truth import Figure, is_feasible, of_changes, of_losses, share, write
 
-from support.derived_cases import Foreseen, derived_case, foreseen, published_systems
+from support.derived_cases import derived_case, published_systems
+from support.foreseen import REFUSED, Foreseen, ForetoldCase, foreseen
 from support.paths import SHARED_TRACES
-from support.planted_cases import Truth, recordings
-from support.planted_judged import Judged
+from support.planted_cases import Truth, drawn_case, recordings
+from support.planted_judged import INFEASIBLE, Judged
+from support.recorded_cases import recorded_case
 
 # Edges of the probabilities that are told together: ours.
 EDGES = (0.0, 0.6, 0.7, 0.8, 0.9, 0.97, 1.01)
@@ -36,11 +41,13 @@ def tell(found: Sequence[Foreseen]) -> list[Figure]:
     """Print and return the figures of answers, and of what was said of rivals."""
     runs = [one.run for one in found]
     answered = [run for run in runs if run.said.limits is not None]
-    nothing = [run for run in runs if run.said.limits is None]
+    nothing = [run for run in runs if run.ended == INFEASIBLE]
+    refused = [run for run in runs if run.ended == REFUSED]
     with_slos = [run for run in answered if run.true.breaks_slo is not None]
     rivals = [one.rival for one in found if one.rival is not None]
     later = [one.later for one in found if one.later is not None and one.run.is_change]
     return [
+        share("refused to rank by the profile", runs, lambda run: run in refused),
         share("changed", answered, lambda run: run.is_change),
         *of_changes(answered),
         *of_losses(runs, answered),
@@ -104,6 +111,8 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, default=SHARED_TRACES)
     parser.add_argument("--first", type=int, default=0, help="the number of the first case")
     parser.add_argument("--cases", type=int, default=100)
+    parser.add_argument("--recorded", action="store_true", help="profiles of what was served")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
     traces, missing = recordings(args.traces)
@@ -111,7 +120,12 @@ def main() -> None:
         print(sentence, file=sys.stderr)
     systems, found = published_systems(), []
     for number in range(args.first, args.first + args.cases):
-        one = foreseen(Truth.of(derived_case(number, traces, systems)))
+        case: ForetoldCase
+        if args.recorded:
+            case = recorded_case(drawn_case(number, traces), args.seed)
+        else:
+            case = derived_case(number, traces, systems)
+        one = foreseen(Truth.of(case), args.seed)
         run = one.run
         print(
             f"{run.case}: {run.current} {run.said.verdict} {run.said.limits}, best "

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from support.derived_cases import derived_case, foreseen, published_systems
+from support.derived_cases import derived_case, published_systems
+from support.foreseen import ForetoldCase, foreseen
 from support.optional import not_none
 from support.paths import SHARED_TRACES
 from support.planted_cases import Truth, recordings
@@ -50,7 +51,8 @@ def test_who_is_told_to_change_gains_and_as_much_as_was_told() -> None:
     traces, _ = recordings(SHARED_TRACES)
     systems = published_systems()
     numbers = range(FIRST, FIRST + CASES)
-    found = [foreseen(Truth.of(derived_case(n, traces, systems))) for n in numbers]
+    cases: list[ForetoldCase] = [derived_case(n, traces, systems) for n in numbers]
+    found = [foreseen(Truth.of(case)) for case in cases]
     changes = [one.run for one in found if one.run.is_change]
     assert len(changes) >= CASES // 4
     assert sum(not run.true.is_ever_better for run in changes) <= 1

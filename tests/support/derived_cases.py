@@ -10,8 +10,6 @@ of batch by what the two leave unexplained.
 from __future__ import annotations
 
 import json
-import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,21 +23,14 @@ from support.planted_cases import (
     GPU_TRACES,
     ROOT,
     SLO_METRICS,
-    Truth,
     grid_of,
     part_of,
 )
-from support.planted_judged import INFEASIBLE, Judged, Known, Said
 from tuner.engine.limits import EngineLimits
-from tuner.errors import NoFeasibleConfigError
 from tuner.replay.metrics import Measurement
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.slo import Slo
-from tuner.run.options import Method, TuningOptions
-from tuner.run.records import Advice
-from tuner.run.result import RunResult, read_result
-from tuner.run.tune import tune
-from tuner.search.objective import Bounds, Objective, moved, moved_bounds
+from tuner.search.objective import Objective
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import Profile, read_profile
 from tuner.shadow.step_model import Factors, StepModel
@@ -54,7 +45,6 @@ OTHER_KERNELS: Final = "gpt-oss"
 # for room in a KV cache of which nothing is published: ours.
 WAITED: Final = 3.0
 TOP_CAP: Final = 1024
-BUDGET_S: Final = 600.0
 # Knots of factors up to a thousand sequences and 16,000 tokens.
 _SEQS, _TOKENS = 12, 16
 
@@ -193,82 +183,3 @@ def _at_load(case: DerivedCase, load: float) -> DerivedCase:
     pace = busy_s / load / max(trace.duration_s, 1e-9)
     later = case.later and replace(case.later, due_s=case.later.due_s * pace)
     return replace(case, trace=replace(trace, due_s=trace.due_s * pace), later=later)
-
-
-@dataclass(frozen=True, slots=True)
-class Foreseen:
-    """A run that predicts alone, what is true of it, and how sure it was.
-
-    `rival` is what it changed to, or was closest to changing to, held to the truth as if it had
-    been recommended, by the interval of this traffic; `later` is the same on the traffic after,
-    by the interval of other hours. None where there is no rival, and no such traffic.
-    """
-
-    run: Judged
-    rival: Judged | None = None
-    later: Judged | None = None
-    p_better: float | None = None
-    p_slo: float | None = None
-
-
-def foreseen(truth: Truth[DerivedCase], seed: int = 0) -> Foreseen:
-    """Decide by the derived profile alone, and hold the answer to the truth."""
-    began_s = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        ended, result = _decided(truth, Path(folder) / "run", seed)
-    took_s, said, advice = time.perf_counter() - began_s, Said.of(result), result.recommendation
-
-    def judged(truth: Truth[DerivedCase], said: Said) -> Judged:
-        case = truth.case
-        parts = (case.name, seed, ended, case.current, said, Known.of(truth, said))
-        return Judged(*parts, budget_s=BUDGET_S, engine_s=0.0, took_s=took_s)
-
-    run = judged(truth, said)
-    if advice is None or advice.odds is None or advice.gain_ratio is None:
-        return Foreseen(run)
-    rival, later = None, truth.case.on_later()
-    if advice.shown != truth.case.current:
-        told = _told_of(said, advice, advice.gain_here_interval)
-        rival = judged(truth, told)
-        told = _told_of(said, advice, advice.gain_interval)
-        later_truth = None if later is None else Truth(later, slos=truth.slos)
-        later_run = None if later_truth is None else judged(later_truth, told)
-        return Foreseen(run, rival, later_run, advice.odds.p_better, advice.odds.p_slo)
-    return Foreseen(run, None, None, advice.odds.p_better, advice.odds.p_slo)
-
-
-def _told_of(said: Said, advice: Advice, bounds: Bounds | None) -> Said:
-    """Return what was said of the setting whose gain is shown, with an interval of it."""
-    low, high = moved_bounds(advice.gain_metric, bounds or (None, None))
-    return replace(
-        said,
-        verdict="change",
-        limits=advice.shown,
-        gain=moved(advice.gain_metric, advice.gain_ratio or 0.0),
-        gain_low=low,
-        gain_high=high,
-    )
-
-
-def _decided(truth: Truth[DerivedCase], run_dir: Path, seed: int) -> tuple[str, RunResult]:
-    """Return how a run ended, and its result."""
-    case = truth.case
-    limits = {
-        "max-num-seqs": case.current.max_num_seqs,
-        "max-num-batched-tokens": case.current.max_num_batched_tokens,
-    }
-    options = TuningOptions(
-        trace=case.trace,
-        config={**case.profile.serve_values, **limits},
-        slos=truth.slos,
-        objective=case.objective,
-        budget_s=BUDGET_S,
-        method=Method.SHADOW,
-        profile=case.profile,
-        run_dir=run_dir,
-        seed=seed,
-    )
-    try:
-        return "complete", tune(options)
-    except NoFeasibleConfigError:
-        return INFEASIBLE, read_result(run_dir)

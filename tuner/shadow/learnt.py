@@ -156,7 +156,7 @@ def learn_profile(
         profile = calibration.profile()
     except TooFewSamplesError as few:
         raise _too_quiet(recorded, len(steps), left_out) from few
-    seen = Seen(_often(steps.decode_seqs), _often(steps.prefill_tokens))
+    seen = seen_in(steps)
     return replace(profile, seen=seen), LearntSteps(
         steps=len(steps),
         left_out=dict(left_out),
@@ -271,6 +271,11 @@ def _started_otherwise(one: Server, last: Server) -> Iterator[str]:
         for name in names:
             if name in mine and name in its and mine[name] != its[name]:
                 yield f"{name} {mine[name]}, and last {its[name]}"
+
+
+def seen_in(steps: StepColumns) -> Seen:
+    """Return the fullest batches that came often enough to teach their time."""
+    return Seen(_often(steps.decode_seqs), _often(steps.prefill_tokens))
 
 
 def _often(values: Floats) -> int:
