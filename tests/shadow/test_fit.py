@@ -204,6 +204,28 @@ def test_few_prompts_of_other_moments_bend_the_curve_of_tokens() -> None:
         assert found.step_s(asked) == pytest.approx(truth.step_s(asked), rel=0.02)
 
 
+def test_between_decodes_and_full_prompts_time_rises_as_it_does_beyond() -> None:
+    """An overloaded server fills its budget of 2,048 in each step that has a prompt at all."""
+    rng = np.random.default_rng(0)
+    decode = rng.integers(1, 43, 2400).astype(np.float64)
+    prefill = np.where(rng.random(2400) < 0.2, 2048.0 - decode, 0.0)
+    context = decode * rng.integers(500, 3000, 2400)
+    steps = columns(
+        duration_s=np.ones(2400),
+        decode_seqs=decode,
+        prefill_tokens=prefill,
+        decode_context_tokens=context,
+    )
+    truth = StepModel.linear(9e-3, 0.0, 0.0, decode_context_s=3e-8)
+    truth = replace(truth, token_knots=(0, 128), token_slopes_s=(0.0, 4.2e-5))
+    found = fit(
+        [replace(steps, duration_s=truth.predict_s(steps) * lognormal(0.04)(rng, 2400))]
+    )
+    for tokens in (512, 1024, 2048):
+        asked = batch(16, tokens - 16, 16 * 1500, 0)
+        assert found.model.step_s(asked) == pytest.approx(truth.step_s(asked), rel=0.1)
+
+
 def test_a_knot_wants_steps_on_both_sides_and_the_last_segment_many() -> None:
     """Above 64 tokens each costs tenfold, but only a few steps say so."""
     bent = replace(LINEAR, token_knots=(0, 64), token_slopes_s=(3e-5, 3e-4))

@@ -29,8 +29,11 @@ MIN_STEPS = 200
 # 0.07 % of their mean. The scale and the errors are taken from all steps.
 MAX_STEPS = 20_000
 # Steps under a segment between two knots, and under the last one, which extrapolates: ours. No
-# share of all, since nearly all steps of a replay only decode, and prompts take the time.
+# share of all, since nearly all steps of a replay only decode, and prompts take the time; few,
+# since of what was recorded hardly any batch is between the decodes and the full ones.
 SEGMENT_STEPS, LAST_STEPS = 10, 100
+# Steps of a configuration that is left out to see how far off it is: ours.
+CONFIG_STEPS = 50
 # A knot is kept if it lowers the squared relative error of left-out steps by this share and by
 # this many standard errors over the folds. At ten percent of noise the share is a misfit of
 # 0.45 % (ours). One standard error, since folds are of different kinds of batches: a bend that
@@ -42,6 +45,10 @@ FOLDS, GAIN_RATIO, GAIN_ERRORS = 10, 0.002, 1.0
 # noise's standard deviation in logarithms, within 1.5 and 4: ours. Four deviations cut less
 # than 0.1 % off the mean of lognormal noise of up to 30 %, where a fixed 1.5 would cut 6 %.
 STALL_DEVIATIONS, MIN_STALL_RATIO, MAX_STALL_RATIO = 4.0, 1.5, 4.0
+# What every batch with a prompt takes, or without a graph, counts as an error of this share of
+# it over a usual step: ours. Where all prompts fill the budget it cannot be told from what
+# their tokens take, which is then the likelier; where it can, a hundredth is nothing.
+CONSTANTS, DOUBTED = ("eager_s", "prefill_base_s"), 0.1
 _PASSES, _SEED = 4, 0
 # Columns that join a fit, for each that there is: ours, of which it takes about one. Rounding
 # alone could have more of them come and go.
@@ -123,7 +130,7 @@ def fit(
     is_out = np.random.default_rng(_SEED).permutation(len(rows.steps)) % 5 == 0
     off, off_sum = _unseen(rows, is_out, graphs)
     counts = np.bincount(rows.config)
-    outs = (rows.config == c for c in np.flatnonzero(counts >= SEGMENT_STEPS))
+    outs = (rows.config == c for c in np.flatnonzero(counts >= CONFIG_STEPS))
     left_out = [o for o in outs if o.size - o.sum() >= MIN_STEPS]
     by_config = [_unseen(rows, out, graphs)[1] for out in left_out]
     kept = _undistorted(rows, rows.predicted_s(model))
@@ -258,9 +265,10 @@ def _learn(rows: _Rows, graphs: Graphs) -> StepModel:
     # What no step has anything of stays 0: tied, it would look like its context.
     grid, tied = _supported(tokens), _tied() * loads.any(axis=0)
     weighted = _settled(part, np.column_stack([loads @ tied, *_segments(tokens, grid)]))
-    knots = _chosen(grid, weighted)
+    doubt = _doubt(weighted.shape[1], float(np.median(part.steps.duration_s)))
+    knots = _chosen(grid, weighted, doubt)
     scalars_s, slopes_s = np.split(
-        _solved(_factor(weighted), _merging(grid, knots)), [len(SCALARS)]
+        _solved(np.vstack([_factor(weighted), doubt]), _merging(grid, knots)), [len(SCALARS)]
     )
     scalars = dict(zip(SCALARS, (tied @ scalars_s).tolist(), strict=True))
     model = StepModel(
@@ -287,6 +295,13 @@ def _tied() -> Floats:
     tied[context, mixed], tied[context, spread] = 1 / MIXED_TIMES, 1 / SPREAD_TIMES
     tied[:, both] += tied[:, spread] / MIXED_TIMES
     return tied
+
+
+def _doubt(columns: int, usual_s: float) -> Floats:
+    """Return rows of a design that hold CONSTANTS small beside a usual step."""
+    rows = np.zeros((len(CONSTANTS), columns))
+    rows[np.arange(len(CONSTANTS)), [SCALARS.index(c) for c in CONSTANTS]] = DOUBTED / usual_s
+    return rows
 
 
 def _settled(rows: _Rows, design: Floats) -> Floats:
@@ -370,15 +385,17 @@ def _free(columns: Floats, wanted: Floats, inside: _Mask) -> Floats:
     return found
 
 
-def _chosen(grid: Knots, weighted: Floats) -> Knots:
+def _chosen(grid: Knots, weighted: Floats, doubt: Floats) -> Knots:
     """Return the knots that clearly pay on left-out steps, added one at a time.
+
+    `doubt` are rows beside those of the steps that each fit holds to.
 
     Left out are blocks of time: steps next to each other share the machine's mood.
     """
     fold = np.arange(len(weighted)) * 4 * FOLDS // len(weighted) % FOLDS
     tests = [_factor(weighted[fold == f]) for f in range(FOLDS)]
-    trains = [_factor(np.vstack(tests[:f] + tests[f + 1 :])) for f in range(FOLDS)]
-    whole = _factor(weighted)
+    trains = [_factor(np.vstack(tests[:f] + tests[f + 1 :] + [doubt])) for f in range(FOLDS)]
+    whole = np.vstack([_factor(weighted), doubt])
 
     def missed(knots: Knots, train: Floats, test: Floats) -> float:
         merging = _merging(grid, knots)
@@ -415,16 +432,15 @@ def _merging(grid: Knots, knots: Knots) -> Floats:
 def _supported(x: Floats) -> Knots:
     """Return the powers of two between which enough steps lie, after a first knot at 0.
 
-    Where none lie a knot is at the lower end of the gap: a batch takes its time from a size on
-    that is small, and what is between is then on a line, not on the flat of the smallest.
+    Where hardly any do the knot is at the lower end of the gap, not at the upper one: what is
+    between lies on a line then, and not on the flat of the smallest, which ends early.
     The last segment, which extends, is also at least half of what was seen.
     """
     x = np.sort(x[x > 0])
     knots, below = list[int](), 0
     for exponent in range(int(x[-1] if x.size else 0).bit_length()):
         upto = int(np.searchsorted(x, 2**exponent, "right"))
-        is_last = 2 ** (exponent + 1) > x[-1] or x.size - upto < LAST_STEPS
-        if is_last:
+        if 2 ** (exponent + 1) > x[-1] or x.size - upto < LAST_STEPS:
             break
         if upto - below >= SEGMENT_STEPS:
             knots, below = [*knots, 2**exponent], upto

@@ -381,7 +381,7 @@ class FitError(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     machine, which the other figures leave out. On a random fifth: `step_mape_ratio` is the
     median absolute relative error of a step, `heldout_steps_ratio` that of their summed time.
     `heldout_config_ratio` is the largest error of the summed time of a configuration predicted
-    from the others; None where none of SEGMENT_STEPS or more can be left out.
+    from the others; None where none of CONFIG_STEPS or more can be left out.
     """
 
     steps: Natural
