@@ -113,6 +113,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=100)
     parser.add_argument("--recorded", action="store_true", help="profiles of what was served")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cache", type=Path, help="of what is true of recorded machines")
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
     traces, missing = recordings(args.traces)
@@ -120,12 +121,14 @@ def main() -> None:
         print(sentence, file=sys.stderr)
     systems, found = published_systems(), []
     for number in range(args.first, args.first + args.cases):
-        case: ForetoldCase
+        truth: Truth[ForetoldCase]
         if args.recorded:
-            case = recorded_case(drawn_case(number, traces), args.seed)
+            planted = drawn_case(number, traces)
+            truth = Truth.of(planted, args.cache).with_case(recorded_case(planted, args.seed))
         else:
-            case = derived_case(number, traces, systems)
-        one = foreseen(Truth.of(case), args.seed)
+            truth = Truth.of(derived_case(number, traces, systems))
+        one = foreseen(truth, args.seed)
+        truth.keep()
         run = one.run
         print(
             f"{run.case}: {run.current} {run.said.verdict} {run.said.limits}, best "

@@ -282,6 +282,7 @@ def _at_load(case: PlantedCase) -> PlantedCase:
 
 
 _Case = TypeVar("_Case", bound=KnownCase)
+_Other = TypeVar("_Other", bound=KnownCase)
 
 
 @dataclass(slots=True)
@@ -312,6 +313,10 @@ class Truth(Generic[_Case]):
             truth.slos = (truth._bound(*case.slo_metric),)
         truth.keep()
         return truth
+
+    def with_case(self, case: _Other) -> Truth[_Other]:
+        """Return what is known of the same traffic on the same machine, as that of a case."""
+        return Truth(case, self.cache, self.slos, self._known, self._by_slo)
 
     def keep(self) -> None:
         """Write down what was worked out since."""
