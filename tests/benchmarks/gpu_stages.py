@@ -407,7 +407,7 @@ def derived_against(result: dict[str, Any], learnt: Path) -> dict[str, Any]:
     Told are errors beside those of the profile that was learnt there, and how far the errors of
     settings scatter about what they have in common, in logarithms.
     """
-    profile, why = _derived_profile(result)
+    profile, why = derived_profile(result)
     if profile is None:
         return {"skipped": why}
     scenario = {key: value for key, value in result["scenario"].items() if key != "trace"}
@@ -445,7 +445,7 @@ def derived_against(result: dict[str, Any], learnt: Path) -> dict[str, Any]:
 _PREDICTED = {"enforce-eager", "async-scheduling"}
 
 
-def _derived_profile(result: Mapping[str, Any]) -> tuple[Profile | None, str]:
+def derived_profile(result: Mapping[str, Any]) -> tuple[Profile | None, str]:
     """Return the profile of published tables for a stage's engine, or why there is none."""
     from tuner.errors import UsageError
     from tuner.shadow.derived.derive import derive

@@ -26,7 +26,7 @@ START = 0.01
 # cases.
 SETTING = 0.007
 # The same of step times that were derived from published tables: ours. By it the true gains on
-# machines as far off as 13 published systems are lie within their interval of 90 % a little too
+# machines as far off as 14 published systems are lie within their interval of 90 % a little too
 # often, and on an H200 that was not restless too (tests/benchmarks).
 DERIVED_SETTING = 0.04
 # So many knots of sequences and of tokens reach beyond any batch. What takes less of the time
