@@ -50,31 +50,31 @@ class Foreseen:
 
 
 def foreseen(truth: Truth[ForetoldCase], seed: int = 0) -> Foreseen:
-    """Decide by the derived profile alone, and hold the answer to the truth."""
+    """Decide by the case's profile alone, and hold the answer to the truth."""
     began_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         ended, result = _decided(truth, Path(folder) / "run", seed)
     took_s = time.perf_counter() - began_s
-    said = Said() if result is None else Said.of(result)
-    advice = None if result is None else result.recommendation
 
     def judged(truth: Truth[ForetoldCase], said: Said) -> Judged:
         case = truth.case
         parts = (case.name, seed, ended, case.current, said, Known.of(truth, said))
         return Judged(*parts, budget_s=BUDGET_S, engine_s=0.0, took_s=took_s)
 
-    run = judged(truth, said)
-    if advice is None or advice.odds is None or advice.gain_ratio is None:
-        return Foreseen(run)
-    rival, later = None, truth.case.on_later()
-    if advice.shown != truth.case.current:
-        told = _told_of(said, advice, advice.gain_here_interval)
-        rival = judged(truth, told)
-        told = _told_of(said, advice, advice.gain_interval)
-        later_truth = None if later is None else Truth(later, slos=truth.slos)
-        later_run = None if later_truth is None else judged(later_truth, told)
-        return Foreseen(run, rival, later_run, advice.odds.p_better, advice.odds.p_slo)
-    return Foreseen(run, None, None, advice.odds.p_better, advice.odds.p_slo)
+    said = Said() if result is None else Said.of(result)
+    advice = None if result is None else result.recommendation
+    if advice is None or advice.odds is None:
+        return Foreseen(judged(truth, said))
+    found = Foreseen(judged(truth, said), None, None, advice.odds.p_better, advice.odds.p_slo)
+    if advice.shown == truth.case.current or advice.gain_ratio is None:
+        return found
+    here, elsewhere = (
+        _told_of(said, advice, bounds)
+        for bounds in (advice.gain_here_interval, advice.gain_interval)
+    )
+    later = truth.case.on_later()
+    after = None if later is None else judged(Truth(later, slos=truth.slos), elsewhere)
+    return replace(found, rival=judged(truth, here), later=after)
 
 
 def _told_of(said: Said, advice: Advice, bounds: Bounds | None) -> Said:

@@ -6,8 +6,7 @@ learnt of those steps as `tune profile fit` does it, and held to the times of th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -15,79 +14,23 @@ from support.planted import VLLM_VERSION
 from support.planted_cases import PlantedCase
 from support.virtual_time import on_virtual_time
 from tuner.engine.compat import serve
-from tuner.engine.limits import EngineLimits
 from tuner.replay.loop import ReplayLog, replay
-from tuner.replay.metrics import Measurement, measure
-from tuner.replay.plan import ReplayPlan
-from tuner.replay.slo import Slo
-from tuner.search.objective import Objective
+from tuner.replay.metrics import measure
 from tuner.shadow.calibration import Calibration
 from tuner.shadow.learnt import seen_in
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import Profile
 from tuner.shadow.rebuilt import Rebuilt
 from tuner.traffic.prompts import PromptSource
-from tuner.traffic.traces import Trace
 
 MEDIANS = (("tpot_s", "p50"), ("e2e_s", "p50"))
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedCase:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedCase(PlantedCase):
     """A planted case, and what its recording taught."""
 
-    planted: PlantedCase
     profile: Profile
-
-    @property
-    def name(self) -> str:
-        """What tells it from others."""
-        return self.planted.name
-
-    @property
-    def trace(self) -> Trace:
-        """The traffic, which was served while it was recorded."""
-        return self.planted.trace
-
-    @property
-    def current(self) -> EngineLimits:
-        """What it was served with."""
-        return self.planted.current
-
-    @property
-    def plan(self) -> ReplayPlan:
-        """How the traffic is replayed."""
-        return self.planted.plan
-
-    @property
-    def objective(self) -> Objective:
-        """What is optimised."""
-        return self.planted.objective
-
-    @property
-    def slo_metric(self) -> tuple[str, str] | None:
-        """Of what an SLO is asked, None where none is."""
-        return self.planted.slo_metric
-
-    @property
-    def slo_share(self) -> float:
-        """Which share of the settings breaks it."""
-        return self.planted.slo_share
-
-    @property
-    def grid(self) -> list[EngineLimits]:
-        """Every setting that may be the best."""
-        return self.planted.grid
-
-    def replayed(
-        self,
-        limits: EngineLimits,
-        times: float = 1.0,
-        load: float = 1.0,
-        slos: Sequence[Slo] = (),
-    ) -> Measurement:
-        """Return what so much of the traffic truly comes to at a setting."""
-        return self.planted.replayed(limits, times, load, slos)
 
     def on_later(self) -> None:
         """Return nothing: nobody knows what came after."""
@@ -111,7 +54,9 @@ def recorded_case(case: PlantedCase, seed: int = 0) -> RecordedCase:
         .profile()
     )
     wrong = _off(learnt, case, log)
-    return RecordedCase(case, replace(learnt, seen=seen_in(steps), metric_error_ratio=wrong))
+    profile = replace(learnt, seen=seen_in(steps), metric_error_ratio=wrong)
+    planted = {field.name: getattr(case, field.name) for field in fields(case)}
+    return RecordedCase(**planted, profile=profile)
 
 
 def _off(profile: Profile, case: PlantedCase, log: ReplayLog) -> float:
