@@ -100,11 +100,16 @@ class SearchSpace:
         """Return the token budget at which the ladder is climbed: the current one."""
         return max(self.current.max_num_batched_tokens, self.min_budget)
 
+    @property
+    def whatever_wins(self) -> EngineLimits:
+        """Return the largest limits that are tried whatever wins."""
+        seqs = self.ceiling.max_num_seqs if self.top is None else self.top
+        return EngineLimits(seqs, self.ceiling.max_num_batched_tokens)
+
     def caps(self) -> list[int]:
         """Return the caps of the ladder and past it, ascending."""
         caps, cap = list(self.ladder), self.ladder[-1]
-        most = self.ceiling.max_num_seqs if self.top is None else self.top
-        while (cap := 2 * cap) <= most:
+        while (cap := 2 * cap) <= self.whatever_wins.max_num_seqs:
             caps.append(cap)
         return caps
 

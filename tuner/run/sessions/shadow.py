@@ -66,7 +66,7 @@ def predict_space(context: RunContext, predictor: Predictor) -> Foretold:
         known = Foretold(predictor, predicted)
         if not predictor.doubt:
             known = known.more(
-                [at for at in _starting_limits() if at.within(context.space.ceiling)]
+                [at for at in _starting_limits() if at.within(context.space.whatever_wins)]
             )
         keep_predictions(context, known.predictions)
     remark = predictor.info(context.space.ceiling).remark
