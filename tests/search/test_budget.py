@@ -74,11 +74,13 @@ def test_the_ceiling_holds_the_current_limits_and_room_past_the_ladder() -> None
 def test_what_is_predicted_alone_begins_as_wide_and_has_more_room_for_caps() -> None:
     trace = steady(200, per_s=10, prompt=100)
     started = search_space(FACTS, trace, (1, 2, 4), CURRENT)
-    alone = search_space(FACTS, trace, (1, 2, 4), CURRENT, is_started=False)
+    alone = search_space(FACTS, trace, (1, 2, 4), CURRENT, may_grow=True)
     assert alone.ceiling.max_num_seqs == MOST_PREDICTED_SEQS
     assert alone.grid() == started.grid()
     assert {limits.max_num_seqs for limits in alone.past(64)} == {128}
     assert not started.past(64)
+    lowered = alone.below(EngineLimits(16, 1024))
+    assert lowered.whatever_wins.max_num_seqs == 16
     assert not alone.past(MOST_PREDICTED_SEQS)
 
 

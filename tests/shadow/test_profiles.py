@@ -23,6 +23,7 @@ from tuner.shadow.profiles import (
     SCHEMA,
     KvStart,
     Profile,
+    Seen,
     check_fits,
     read_profile,
     write_profile,
@@ -265,3 +266,10 @@ def test_the_newest_start_at_the_same_limits_counts() -> None:
     calibration = Calibration(profile.shape, (KvStart(at, 900),), (), at, {})
     again = calibration.and_start(at, 1200).and_start(EngineLimits(32, 2048), 1100)
     assert again.starts == (KvStart(at, 1200), KvStart(EngineLimits(32, 2048), 1100))
+
+
+def test_only_a_profile_that_knows_its_reach_is_asked_for_larger_caps() -> None:
+    learnt = a_profile()
+    assert not learnt.tells_beyond
+    assert replace(learnt, seen=Seen(8, 2048)).tells_beyond
+    assert replace(learnt, origin="derived from published tables").tells_beyond

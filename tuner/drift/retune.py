@@ -122,7 +122,8 @@ def retune_on(
     trace, message = fit_lengths(read, facts.max_model_len, options.too_long)
     if message:
         note(message)
-    space = search_space(facts, trace, options.ladder, current, is_started=False)
+    may_grow = profile.tells_beyond
+    space = search_space(facts, trace, options.ladder, current, may_grow=may_grow)
     space = replace(space, reach=options.reach)
     aim = options.aim(baseline, trace)
     # What would be deployed: an engine that starts with the setting itself.

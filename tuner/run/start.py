@@ -295,7 +295,7 @@ class Start:
         )
         if message:
             listener.note(message)
-        space = _space_of(options, facts, trace)
+        space = _space_of(prepared, facts, trace)
         aim, budget = aim_of(options, trace), Budget(prepared.budget_s)
         # Storage may be shared, and another run may have a directory of the same name.
         new_study = f"tune {prepared.run_path.name} {uuid4().hex[:8]}"
@@ -336,10 +336,12 @@ class Start:
         return context
 
 
-def _space_of(options: TuningOptions, facts: EngineFacts, trace: Trace) -> SearchSpace:
+def _space_of(prepared: PreparedRun, facts: EngineFacts, trace: Trace) -> SearchSpace:
     """Return what may be tried; without an engine larger caps, as far as they may win."""
-    is_started, now = options.method is not Method.SHADOW, facts.current_limits
-    return search_space(facts, trace, tuple(options.ladder), now, is_started=is_started)
+    options, profile, now = prepared.options, prepared.profile, facts.current_limits
+    is_alone = options.method is Method.SHADOW
+    may_grow = is_alone and profile is not None and profile.tells_beyond
+    return search_space(facts, trace, tuple(options.ladder), now, may_grow=may_grow)
 
 
 def _first_caveats(

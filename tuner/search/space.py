@@ -103,8 +103,9 @@ class SearchSpace:
     @property
     def whatever_wins(self) -> EngineLimits:
         """Return the largest limits that are tried whatever wins."""
-        seqs = self.ceiling.max_num_seqs if self.top is None else self.top
-        return EngineLimits(seqs, self.ceiling.max_num_batched_tokens)
+        seqs = self.ceiling.max_num_seqs
+        least = seqs if self.top is None else min(seqs, self.top)
+        return EngineLimits(least, self.ceiling.max_num_batched_tokens)
 
     def caps(self) -> list[int]:
         """Return the caps of the ladder and past it, ascending."""
@@ -182,14 +183,14 @@ def search_space(
     ladder: tuple[int, ...],
     current: EngineLimits,
     *,
-    is_started: bool = True,
+    may_grow: bool = False,
 ) -> SearchSpace:
     """Return what may be tried for this trace on this engine.
 
     The ceiling holds the current limits, the ladder with room past its top, and the largest
     token budget that could matter: what is due within the busiest second, or the longest
-    prompt, several times over. Where no engine is started with it, which would take memory for
-    all of it, there is more room for caps while they win.
+    prompt, several times over. Where caps `may_grow`, as no engine is started with it, which
+    would take memory for all of it, there is more room for them while they win.
     """
     min_tokens = 1 if facts.chunks_prefill else facts.max_model_len
     peak = busiest(trace, 1.0).of(trace)
@@ -197,7 +198,7 @@ def search_space(
     budgets = token_budgets(useful, min_tokens)
     top = min(max(ladder, default=1), MAX_CAP) * PAST_LADDER  # a larger cap is refused below
     seqs = top = max(current.max_num_seqs, top)
-    if not is_started:
+    if may_grow:
         seqs = max(top, MOST_PREDICTED_SEQS)
     ceiling = EngineLimits(
         seqs, max(current.max_num_batched_tokens, *budgets, seqs, min_tokens)

@@ -156,6 +156,11 @@ class Profile:
         return replace(self, step_model=change(self.step_model), variants=variants)
 
     @property
+    def tells_beyond(self) -> bool:
+        """Whether it knows batches of any size, or says of which it knows nothing."""
+        return bool(self.origin) or self.seen is not None
+
+    @property
     def is_corrected(self) -> bool:
         """Whether a profile with an origin was corrected since by what its engine does."""
         return _CORRECTED in self.origin

@@ -78,9 +78,8 @@ class LoadsOptions:
         facts = source.facts(engine_of_profile(profile).values)
         trace = self.traffic.fitted(recorded, facts.max_model_len)
         busiest = at_load(trace, load)
-        space = search_space(
-            facts, busiest, self.ladder, facts.current_limits, is_started=False
-        )
+        now, may_grow = facts.current_limits, profile.tells_beyond
+        space = search_space(facts, busiest, self.ladder, now, may_grow=may_grow)
         seed, is_forced = self.traffic.seed, self.shadow.is_forced
         predictor = Predictor(profile, seed=seed, is_forced=is_forced)
         return trace, Retune(space, predictor)
