@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any, Final, NamedTuple
 
 from tuner.engine.compat import graphs
@@ -92,6 +93,7 @@ class Core:
         model = self._core.vllm_config.model_config
         self._sampling, self._sampling_text = sampling(model, is_greedy=is_greedy)
         self._scheduler: Any = self._core.scheduler
+        self._numbers, self._id_of = count(), dict[int, str]()
         self._limit_names = limit_names(self._scheduler)
         self._pending: deque[_Sent] = deque()
         self._turn_began_s = 0.0
@@ -214,10 +216,16 @@ class Core:
     ) -> Any:
         """Return a request of exactly output_tokens tokens, its blocks hashed.
 
-        What the core's input thread does in a server, beside the core's loop.
+        What the core's input thread does in a server, beside the core's loop. No two have the
+        same id, as on no server: of one that ended, a model with state-space layers may still
+        know where its state was.
+
+        Source: vllm/v1/worker/mamba_utils.py, cleanup_mamba_state_idx, which a step that
+        computes nothing passes over.
         """
+        self._id_of[row] = f"{row}{_SEPARATOR}{next(self._numbers)}"
         request = self._request_type(
-            request_id=str(row),
+            request_id=self._id_of[row],
             prompt_token_ids=prompt_token_ids,
             mm_features=None,
             sampling_params=self._sampling_params(
@@ -240,7 +248,7 @@ class Core:
 
     def abort(self, rows: Sequence[int]) -> None:
         """Drop requests, running or queued."""
-        self._core.abort_requests([str(row) for row in rows])
+        self._core.abort_requests([self._id_of[row] for row in rows])
 
     def has_work(self) -> bool:
         """Whether a further turn has something to do."""
@@ -291,6 +299,9 @@ class Core:
         self._engine.engine_core.shutdown()
 
 
+_SEPARATOR: Final = "."
+"""Stands in the id of a request between its row and its number on the engine."""
+
 _WAIT_S: Final = 0.001
 """How long a server's core sleeps where nothing can be scheduled and requests wait.
 
@@ -332,7 +343,7 @@ class Turn:
         """Return the tokens that came out of it."""
         return [
             Emitted(
-                int(out.request_id),
+                int(out.request_id.partition(_SEPARATOR)[0]),
                 len(out.new_token_ids),
                 out.finish_reason is not None,
                 out.new_token_ids,
