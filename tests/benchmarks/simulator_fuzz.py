@@ -1,13 +1,14 @@
 """Whether the simulator and vLLM's own scheduler agree on random replays.
 
     python tests/benchmarks/simulator_fuzz.py [--first 0] [--cases 1000] [--priorities]
-        [--windows] [--drafts] [-o results.json]
+        [--windows] [--drafts] [--states] [-o results.json]
 
 Each case is a trace, an engine and a plan drawn from its seed: small numbers, so that caps,
 budgets and blocks bind. Both replay it, vLLM's scheduler asked at every step, and everything is
 compared: each batch, each instant to a microsecond, blocks, hits, preemptions, outcomes. One
 case in seven serves by priority, with --priorities every one; in one of four layers look back a
-window, with --windows in every one; none drafts tokens, with --drafts every one.
+window, with --windows in every one; none drafts tokens, with --drafts every one; none has
+state-space layers, with --states every one.
 Departures are told with their seeds. Options that this vLLM's scheduler does not have are left
 out. Needs vLLM; run several with different --first side by side.
 """
@@ -53,7 +54,7 @@ def only_with(case: Case, options: set[str]) -> Case:
 def met(case: Case, log: ReplayLog) -> Counter[str]:
     """Return what of the scheduler a case met, for the account of what was tried."""
     shape, steps = case.engine.shape, log.steps
-    options = shape.scheduler
+    options, layout = shape.scheduler, shape.kv_layout or KvLayout()
     facts = {
         "asynchronous": shape.asynchronous,
         "prefix cache": shape.prefix_caching,
@@ -66,7 +67,9 @@ def met(case: Case, log: ReplayLog) -> Counter[str]:
         "no chunked prefill": not options["enable_chunked_prefill"],
         "watermark": bool(options.get("watermark")),
         "drafts": shape.drafts is not None,
-        "windows": shape.kv_layout != KvLayout(),
+        "windows": layout.window > 0 and not layout.keeps_states,
+        "states of its own": layout.fixed > 0,
+        "states that others find": layout.keeps_states,
         "sessions": case.trace.turns is not None,
         "cut": log.cut_reason is not None,
         "turned away at a gate": log.timelines.count(Outcome.TURNED_AWAY) > 0,
@@ -92,6 +95,7 @@ def main() -> None:
     parser.add_argument("--priorities", action="store_true", help="serve all by priority")
     parser.add_argument("--windows", action="store_true", help="windows in every case")
     parser.add_argument("--drafts", action="store_true", help="speculative decoding in all")
+    parser.add_argument("--states", action="store_true", help="state-space layers in all")
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
     serve.prepare_environment()
@@ -107,6 +111,7 @@ def main() -> None:
             is_by_priority=args.priorities,
             has_windows=args.windows or None,
             has_drafts=args.drafts,
+            has_states=args.states,
         )
         case = only_with(drawn, options)
         wanted = referenced_case(case)

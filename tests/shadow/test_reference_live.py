@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import pytest
 
-from support.live_parts import GEMMA, start_live
+from support.live_parts import GEMMA, LFM, start_live
 from support.shadow_parts import RandomTraffic, a_reference
 from tuner.engine.compat.scheduler import with_windows
 from tuner.engine.compat.shape import recorded_shape, recorded_windows
@@ -50,18 +51,24 @@ def record(scheduler: _Scheduler, patch: pytest.MonkeyPatch) -> list[Scheduled]:
 
     def noting(*args: object, **kwargs: object) -> object:
         out = schedule(*args, **kwargs)
+        scheduled, new = out.num_scheduled_tokens.items(), out.scheduled_new_reqs
         seen.append(
             Scheduled(
-                tuple(out.num_scheduled_tokens.items()),
-                frozenset(out.preempted_req_ids or ()),
-                tuple((new.req_id, new.num_computed_tokens) for new in out.scheduled_new_reqs),
-                frozenset(out.finished_req_ids),
+                tuple((_row(name), tokens) for name, tokens in scheduled),
+                frozenset(map(_row, out.preempted_req_ids or ())),
+                tuple((_row(each.req_id), each.num_computed_tokens) for each in new),
+                frozenset(map(_row, out.finished_req_ids)),
             )
         )
         return out
 
     patch.setattr(scheduler, "schedule", noting)
     return seen
+
+
+def _row(request_id: str) -> str:
+    """Return a request's row; live ones have a number of their own behind it."""
+    return request_id.partition(".")[0]
 
 
 @dataclass(slots=True)
@@ -116,16 +123,31 @@ def live() -> Iterator[LiveEngine]:
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveEngine]:
     """Start vLLM on a model with KV-cache groups of two kinds and few blocks."""
-    folder = tmp_path_factory.mktemp("gemma")
-    (folder / "config.json").write_text(json.dumps(GEMMA))
+    more = {"max-model-len": 384, "block-size": LIVE_BLOCK_TOKENS}
+    yield from _started(GEMMA, tmp_path_factory.mktemp("gemma"), num_blocks=60, **more)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["shared states", "own states"])
+def recurrent(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LiveEngine]:
+    """Start vLLM on a model with state-space layers, with a prefix cache and without."""
+    more = {"max-model-len": 1024, "enable-prefix-caching": request.param}
+    yield from _started(LFM, tmp_path_factory.mktemp("lfm"), num_blocks=22, **more)
+
+
+def _started(
+    config: Mapping[str, object], folder: Path, num_blocks: int, **more: object
+) -> Iterator[LiveEngine]:
+    """Start vLLM on random weights, and see it closed."""
+    (folder / "config.json").write_text(json.dumps(config))
     values = {
         **demo_engine_args(),
         "model": str(folder),
         "load-format": "dummy",
         "skip-tokenizer-init": True,
-        "max-model-len": 384,
-        "block-size": LIVE_BLOCK_TOKENS,
-        "num-gpu-blocks-override": 60,
+        "num-gpu-blocks-override": num_blocks,
+        **more,
     }
     engine = start_live(values, LIVE_CEILING)
     yield engine
@@ -215,6 +237,29 @@ def test_every_step_of_a_model_with_windows_is_scheduled_alike_too(
     kinds = [group["kind"] for group in hybrid.shape().kv_groups]
     assert set(kinds) == {"SlidingWindowSpec", "FullAttentionSpec"}
     schedules_alike(hybrid, workload, limits, wanted)
+
+
+SAME_STATES = RandomTraffic(5, 24, 2000.0, 600, 200, families=2, hash_block=128)
+
+
+@pytest.mark.parametrize(
+    ("workload", "limits"),
+    [
+        pytest.param(ROOMY, EngineLimits(4, 64), id="room"),
+        pytest.param(SAME_STATES, LIVE_CEILING, id="shared prefixes"),
+        # No part of a prompt is as long as a block.
+        pytest.param(SAME_STATES, EngineLimits(16, 100), id="small budget"),
+    ],
+)
+def test_every_step_of_a_model_with_states_is_scheduled_alike_too(
+    recurrent: LiveEngine, workload: RandomTraffic, limits: EngineLimits
+) -> None:
+    shape, presses = recurrent.shape(), workload is SAME_STATES
+    assert {group["kind"] for group in shape.kv_groups} == {"MambaSpec", "FullAttentionSpec"}
+    assert not unknown_options(shape)
+    schedules_alike(
+        recurrent, workload, limits, Pressure(presses, hits=presses and shape.prefix_caching)
+    )
 
 
 def test_groups_of_a_recorded_server_are_those_of_the_engine(hybrid: LiveEngine) -> None:

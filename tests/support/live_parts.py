@@ -35,6 +35,35 @@ GEMMA = {
 """A model whose layers look back a window, but for every fourth."""
 
 
+LFM = {
+    "architectures": ["Lfm2ForCausalLM"],
+    "model_type": "lfm2",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 1024,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "conv_dim": 64,
+    "conv_dim_out": 64,
+    "block_dim": 64,
+    "block_ff_dim": 128,
+    "block_auto_adjust_ff_dim": False,
+    "block_multiple_of": 64,
+    "block_ffn_dim_multiplier": 1.0,
+    "layer_types": [*["conv"] * 3, "full_attention"],
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+"""A model whose layers keep a state, but for every fourth; its blocks hold 128 tokens."""
+
+
 def start_live(
     values: Mapping[str, object], ceiling: EngineLimits, *, is_greedy: bool = False
 ) -> LiveEngine:

@@ -72,10 +72,16 @@ def assert_same_result(found: ReplayLog | TunerError, wanted: ReplayLog | TunerE
 
 
 def compare_with_the_reference(
-    seed: int, *, has_windows: bool | None = None, has_drafts: bool = False
+    seed: int,
+    *,
+    has_windows: bool | None = None,
+    has_drafts: bool = False,
+    has_states: bool = False,
 ) -> ReplayLog | TunerError:
     """Replay the case of a seed on both; return what vLLM's scheduler made of it."""
-    case = random_case(seed, has_windows=has_windows, has_drafts=has_drafts)
+    case = random_case(
+        seed, has_windows=has_windows, has_drafts=has_drafts, has_states=has_states
+    )
     wanted = referenced_case(case)
     try:
         assert_same_result(simulated_case(case), wanted)

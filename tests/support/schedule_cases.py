@@ -10,7 +10,7 @@ import numpy as np
 from support.profile_parts import SHAPE
 from tuner.engine.compat.serve import installed_vllm
 from tuner.engine.limits import EngineLimits
-from tuner.engine.shape import NO_GRAPHS, Drafts, EngineShape, Graphs
+from tuner.engine.shape import NO_GRAPHS, RETENTION, Drafts, EngineShape, Graphs, KvGroup
 from tuner.gate import GateLimits
 from tuner.replay.arrivals import Sessions, StaticBatches
 from tuner.replay.plan import CutRule, ReplayPlan
@@ -43,14 +43,19 @@ def random_case(
     is_by_priority: bool = False,
     has_windows: bool | None = None,
     has_drafts: bool = False,
+    has_states: bool = False,
 ) -> Case:
     """Return the case of a seed: small numbers, so that every edge is met often.
 
     One in seven serves by priority, or every one; one in four has layers that look back a
-    window, or every one, or none. None drafts, or every one.
+    window, or every one, or none. None drafts, or every one; none has state-space layers, or
+    every one, of which one in five drafts.
     """
+    if has_states:
+        return _with_states(seed, is_by_priority=is_by_priority)
     if has_drafts:
-        return _with_drafts(seed, random_case(seed, has_windows=False))
+        plain = random_case(seed, is_by_priority=is_by_priority, has_windows=False)
+        return _with_drafts(seed, plain)
     rng = np.random.default_rng(seed)
     block = int(rng.choice([1, 4, 8, 16, 16, 16, 32]))
     # Drawn apart, so that cases without sessions stay what they were.
@@ -69,11 +74,9 @@ def random_case(
         blocks = max(blocks, 2 * least)
     apart = np.random.default_rng([seed, 5])
     if apart.random() < 0.25 if has_windows is None else has_windows:
-        shape = replace(shape, **_groups(apart, block))
-        is_scarce = blocks < enough
-        blocks = (enough - 2) * len(shape.kv_groups) + 2
-        if is_scarce:
-            blocks = _scarce(apart, shape, ceiling if shape.scheduler[RESERVES] else limits)
+        shape, is_scarce = replace(shape, **_groups(apart, block)), blocks < enough
+        scarce = _scarce(apart, shape, ceiling if shape.scheduler[RESERVES] else limits)
+        blocks = scarce if is_scarce else (enough - 2) * len(shape.kv_groups) + 2
     model, plan = _model(rng), _plan(rng, trace)
     if rng.random() < 0.2:
         lead_in_s = float(rng.uniform(0, trace.due_s[-1]))
@@ -87,14 +90,19 @@ def random_case(
     interval = int(rng.choice([2, 3, 8])) if rng.random() < 0.2 else 1
     shape = replace(shape, scheduler={**shape.scheduler, "prefill_schedule_interval": interval})
     engine = SimulatedEngine(shape, blocks, model, ceiling)
-    rng = np.random.default_rng([seed, 2])
-    if shape.has_priorities and rng.random() < 0.8:
-        priorities = rng.integers(-1, int(rng.choice([1, 2, 8])), len(trace))
-        trace = replace(trace, priorities=priorities)
+    if shape.has_priorities:
+        trace = _with_priorities(np.random.default_rng([seed, 2]), trace)
     rng = np.random.default_rng([seed, 4])
     if plan.load_model is LoadModel.OPEN and plan.batches is None and rng.random() < 0.4:
         plan = replace(plan, gate=_gate(rng))
     return Case(engine, trace, limits, plan)
+
+
+def _with_priorities(rng: np.random.Generator, trace: Trace) -> Trace:
+    if rng.random() >= 0.8:
+        return trace
+    priorities = rng.integers(-1, int(rng.choice([1, 2, 8])), len(trace))
+    return replace(trace, priorities=priorities)
 
 
 def _with_drafts(seed: int, case: Case) -> Case:
@@ -130,6 +138,52 @@ def _with_drafts(seed: int, case: Case) -> Case:
         max_num_batched_tokens=max(budget, engine.ceiling.max_num_batched_tokens),
     )
     return replace(case, engine=replace(engine, ceiling=ceiling), limits=limits)
+
+
+def _with_states(seed: int, *, is_by_priority: bool) -> Case:
+    """Return a case in which some layers keep a state, by itself or found by others too.
+
+    The first hold as many blocks of each request as they draft tokens, and one more.
+    """
+    rng = np.random.default_rng([seed, 8])
+    is_shared = bool(rng.random() < 0.7)
+    drafts = not is_shared and bool(rng.random() < 0.6)
+    case = random_case(
+        seed,
+        is_by_priority=is_by_priority,
+        has_windows=None if not is_shared and not drafts else False,
+        has_drafts=drafts,
+    )
+    shape, blocks = case.engine.shape, case.engine.num_blocks
+    block, drafted = shape.block_size, shape.draft_tokens
+    two_every = int(rng.choice([0, 0, 1, 2, block])) if shape.is_since(32) and is_shared else 0
+    full: KvGroup = {"kind": "FullAttentionSpec", "block_size": block}
+    state: KvGroup = {
+        "kind": "MambaSpec",
+        "block_size": block if is_shared else shape.max_model_len,
+        "mamba_cache_mode": "align" if is_shared else "none",
+        "num_speculative_blocks": drafted,
+        "num_prefill_checkpoint_blocks": int(two_every > 0),
+        "prefill_checkpoint_alignment": two_every or None,
+        "tokens_per_state": -1,
+    }
+    others = shape.kv_groups or (full,) * int(rng.choice([1, 1, 2]))
+    made = [*others, *[state] * int(rng.choice([1, 2, 3]))]
+    rng.shuffle(made)
+    kept = [None, None, 0, block * int(rng.choice([1, 2, 5]))][int(rng.integers(0, 4))]
+    groups = tuple({**group, RETENTION: kept if is_shared else None} for group in made)
+    scheduler = {**shape.scheduler, CHUNKS: True} if is_shared else shape.scheduler
+    shape = replace(
+        shape,
+        kv_kind=" and ".join(str(group["kind"]) for group in groups),
+        kv_groups=groups,
+        prefix_caching=is_shared,
+        scheduler=scheduler,
+    )
+    enough = len(case.trace) * int(shape.held_blocks(np.array([shape.max_model_len]), 9)[0])
+    ceiling = case.engine.ceiling if shape.scheduler[RESERVES] else case.limits
+    blocks = _scarce(rng, shape, ceiling) if rng.random() < 0.6 else blocks + enough
+    return replace(case, engine=replace(case.engine, shape=shape, num_blocks=blocks))
 
 
 def _with_slots(rng: np.random.Generator, tokens: int, shape: EngineShape) -> Drafts:

@@ -35,61 +35,106 @@ KvGroup = Mapping[str, bool | int | str | None]
 class KvLayout:
     """Groups of layers that each hold a block for the same tokens.
 
-    `looks_back` says of each whether its layers are of sliding-window attention, which sees
-    the last `window` tokens alone, 0 where none are. Of what such groups hold the prefix cache
-    keeps the window at the end of a prompt, that where prompts part, and that before every
-    multiple of `retention` tokens, none of these where it is 0; all where it is None.
+    `looks_back` says of each whether its layers need the past no more: those of sliding-window
+    attention, which sees the last `window` tokens alone, or where `keeps_states` state-space
+    layers, which go on from their last state and leave one where a part of a prompt ends; 0
+    where none do. Of what such groups hold the prefix cache keeps what serves at the end of a
+    prompt, where prompts part, and before every multiple of `retention` tokens, none of these
+    where it is 0; all where it is None. Where `leaves_two_every` is not 0, a batch that
+    computes a multiple of it may leave the state before its last block of tokens too. Groups of
+    states that nobody else can go on from are in none of these: they are `fixed` blocks of each
+    request, however long it is.
 
-    Units: tokens.
+    Units: tokens, of `fixed` blocks.
     """
 
     looks_back: tuple[bool, ...] = (False,)
     window: int = 0
     retention: int | None = None
+    keeps_states: bool = False
+    leaves_two_every: int = 0
+    fixed: int = 0
 
     @classmethod
     def of_groups(cls, groups: Sequence[KvGroup], block_size: int) -> Self | None:
         """Return that of a model's groups; None of some that hold their blocks otherwise.
 
-        As of state-space layers, chunked attention, windows of several lengths, blocks of
-        several sizes, or of anything that vLLM would not start with.
+        As of chunked attention, windows of several lengths, blocks of several sizes, states
+        beside drafts that are shared, or of anything that vLLM would not start with.
         """
-        kinds = [group.get("kind") for group in groups]
-        if not {*kinds} <= _WINDOWS.keys() or {g.get("block_size") for g in groups} != {
-            block_size
-        }:
+        alone = [group for group in groups if _is_state(group, "none")]
+        shared = [group for group in groups if group not in alone]
+        fixed = [_count(group.get(_DRAFTED), 0) for group in alone]
+        if None in fixed or not _hold_alike(shared, block_size):
             return None
-        if any(group.get(name) not in given for group in groups for name, given in _AS_THESE):
+        looks_back = tuple(_LOOKS_BACK[str(group["kind"])] for group in shared)
+        blocks = sum(1 + (drafted or 0) for drafted in fixed)
+        back = [group for group, looks in zip(shared, looks_back, strict=True) if looks]
+        if not back:
+            return cls(looks_back, fixed=blocks)
+        (window, two_every), *others = {_past(group) for group in back}
+        kept = shared[0].get(RETENTION)
+        retention = None if kept is None else _count(kept, 0)
+        is_whole = kept is None or (retention is not None and retention % block_size == 0)
+        if others or window is None or not is_whole:
             return None
-        looks_back = tuple(_WINDOWS[str(kind)] for kind in kinds)
-        if not any(looks_back):
-            return cls(looks_back)
-        both = zip(groups, looks_back, strict=True)
-        windows = {group.get("sliding_window") for group, looks in both if looks}
-        retained = {group.get(RETENTION) for group in groups}
-        if len(windows) > 1 or len(retained) > 1:
-            return None
-        window, kept = windows.pop(), retained.pop()
-        if not _is_count(window, 2) or not (kept is None or _is_count(kept, 0)):
-            return None
-        retention = None if kept is None else int(kept)
-        is_whole = retention is None or retention % block_size == 0
-        return cls(looks_back, int(window or 0), retention) if is_whole else None
+        has_states = back[0].get("kind") == _STATE
+        return cls(looks_back, window, retention, has_states, two_every, blocks)
 
 
-def _is_count(value: object, least: int) -> bool:
-    """Whether a value is a whole number of so many tokens or more."""
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 40
+_STATE: Final = "MambaSpec"
+"""vLLM's class of a group of state-space layers."""
+
+_DRAFTED: Final = "num_speculative_blocks"
+"""The field of such a group that is how many blocks more a request holds for its drafts."""
+
+
+def _is_state(group: KvGroup, mode: str) -> bool:
+    """Whether a group is of state-space layers that keep their states in a way of vLLM's."""
+    return group.get("kind") == _STATE and group.get("mamba_cache_mode") == mode
+
+
+def _hold_alike(groups: Sequence[KvGroup], block_size: int) -> bool:
+    """Whether groups hold a block for the same tokens each, in ways that are known."""
+    return (
+        {group.get("kind") for group in groups} <= _LOOKS_BACK.keys()
+        and {group.get("block_size") for group in groups} == {block_size}
+        and len({group.get(RETENTION) for group in groups}) == 1
+        and all(group.get(name) in given for group in groups for name, given in _AS_THESE)
+    )
+
+
+def _past(group: KvGroup) -> tuple[int | None, int]:
+    """Return how many tokens a group looks back, None where that is not known.
+
+    A state holds all before the last of two. Last comes of how many tokens a batch is a
+    multiple that may leave two states, 0 where none may.
+
+    Source: vllm/v1/kv_cache_interface.py, is_mamba_prefill_checkpoint_valid.
+    """
+    if group.get("kind") != _STATE:
+        return _count(group.get("sliding_window"), 2), 0
+    is_known = group.get(_DRAFTED) == 0 and _is_state(group, "align")
+    may_leave_two = group.get("num_prefill_checkpoint_blocks")
+    every = _count(group.get("prefill_checkpoint_alignment"), 1) if may_leave_two else 0
+    return 2 if is_known and every is not None else None, every or 0
+
+
+def _count(value: object, least: int) -> int | None:
+    """Return a value that is a whole number of so many tokens or more; None of any other."""
+    if isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 40:
+        return value
+    return None
 
 
 # Whether vLLM's kinds of groups give back what lies behind a window. One of full attention
 # keeps every block, also where a window stands in it (without the hybrid KV cache manager).
-_WINDOWS: Final = {"FullAttentionSpec": False, "SlidingWindowSpec": True}
-# What else is known of a group has to be one of these.
+_LOOKS_BACK: Final = {"FullAttentionSpec": False, "SlidingWindowSpec": True, _STATE: True}
+# What else is known of a group has to be one of these; of states, -1 tokens each.
 _AS_THESE: Final = (
     ("extra_retained_tokens", (None, 0)),
     ("attention_chunk_size", (None,)),
-    ("tokens_per_state", (None, 1)),
+    ("tokens_per_state", (None, 1, -1)),
 )
 
 
@@ -282,7 +327,14 @@ class EngineShape:
         """What requests hold of its KV cache; None where nothing but vLLM knows."""
         if self.kv_kind == FULL_ATTENTION:
             return KvLayout()
-        return KvLayout.of_groups(self.kv_groups, self.block_size)
+        layout = KvLayout.of_groups(self.kv_groups, self.block_size)
+        if layout is None or not (layout.fixed or layout.keeps_states):
+            return layout
+        # Whether others go on from a state is the prefix cache's doing; up to 0.29 what nobody
+        # needs any more is given back in other ways, up to 0.31 a batch leaves two in others.
+        is_usual = self.prefix_caching == layout.keeps_states
+        since = 32 if layout.leaves_two_every else 30
+        return layout if is_usual and (layout.fixed or self.is_since(since)) else None
 
     def in_flight_tokens(self, limits: EngineLimits) -> int:
         """Return how many tokens are scheduled and not yet computed at most.
@@ -296,12 +348,17 @@ class EngineShape:
         return batches * limits.max_num_batched_tokens
 
     def most_in_window(self, in_flight_tokens: int) -> int:
-        """Return how many blocks a group of sliding windows holds of a request at most.
+        """Return how many blocks a group that looks back holds of a request at most.
+
+        Of states the last that is computed, and one of each batch that begins another block.
 
         Source: vllm/v1/kv_cache_interface.py, SlidingWindowSpec.
         """
-        window = 0 if self.kv_layout is None else self.kv_layout.window
-        tokens = min(window - 1 + in_flight_tokens, self.max_model_len)
+        layout = self.kv_layout or KvLayout()
+        if layout.keeps_states:
+            each = 2 if layout.leaves_two_every else 1
+            return 1 + min(in_flight_tokens - 1, each * (2 if self.asynchronous else 1))
+        tokens = min(layout.window - 1 + in_flight_tokens, self.max_model_len)
         return -(-tokens // self.block_size) + 1
 
     def held_blocks(self, tokens: Ints, in_flight_tokens: int = 1) -> Ints:
@@ -314,9 +371,10 @@ class EngineShape:
         Shapes: those of tokens.
         """
         whole = -(-tokens // self.block_size)
-        looks_back = (self.kv_layout or KvLayout()).looks_back
+        layout = self.kv_layout or KvLayout()
         in_window = np.minimum(whole, self.most_in_window(in_flight_tokens))
-        held: Ints = looks_back.count(False) * whole + looks_back.count(True) * in_window
+        back = layout.looks_back.count(True)
+        held: Ints = (len(layout.looks_back) - back) * whole + back * in_window + layout.fixed
         return held
 
     @property

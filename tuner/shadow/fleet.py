@@ -24,7 +24,12 @@ from tuner.shadow import routing as r
 from tuner.shadow.compiled import warms_up
 from tuner.shadow.prepared import PreparedTrace
 from tuner.shadow.schedule import layout as s
-from tuner.shadow.simulated import SimulatedEngine, check_sizes, first_slots
+from tuner.shadow.simulated import (
+    SimulatedEngine,
+    check_sizes,
+    first_slots,
+    keeps_each_block,
+)
 from tuner.shadow.simulator import Simulation, tiny_replay
 from tuner.stats import Floats, Ints
 from tuner.traffic.reshape import CACHED_SHARE, MAX_BUSIER, Router
@@ -137,7 +142,7 @@ def simulate_fleet(
     """
     _check(prepared, plan, fleet)
     check_sizes(engine, prepared, limits)
-    caches = engine.shape.prefix_caching and prepared.may_share
+    caches = keeps_each_block(engine, prepared)
     slots = first_slots(engine, prepared, limits)
     while True:
         replay = _FleetSimulation(engine, prepared, limits, plan, slots, fleet, caches=caches)

@@ -60,9 +60,9 @@ def unknown_options(shape: EngineShape) -> list[str]:
         for name, value in sorted(shape.scheduler.items())
         if name not in _KNOWN or ((allowed := _KNOWN[name]) and value not in allowed)
     ]
-    windows = () if shape.kv_layout is None else shape.kv_layout.looks_back
-    if shape.drafts is not None and any(windows):
-        notes.append("drafts beside layers that look back a window")
+    back = () if shape.kv_layout is None else shape.kv_layout.looks_back
+    if shape.drafts is not None and any(back):
+        notes.append("drafts beside layers that look back a window, or keep states")
     if shape.kv_layout is None:
         kinds = Counter(shape.kv_kind.split(" and ")).items()
         words = " and ".join(f"{n} {kind}" if n > 1 else kind for kind, n in kinds)
@@ -110,6 +110,16 @@ def first_slots(engine: SimulatedEngine, prepared: PreparedTrace, limits: Engine
         # Whoever was preempted may wait behind those who came later.
         slots = min(4 * slots, len(prepared.trace) + 1)
     return slots
+
+
+def keeps_each_block(engine: SimulatedEngine, prepared: PreparedTrace) -> bool:
+    """Whether a replay keeps each block of the KV cache, and not only how many are in use.
+
+    It does where something may be found in the prefix cache, or where states are held of which
+    no count tells when they are given back.
+    """
+    may_find = prepared.may_share or engine.layout.keeps_states
+    return engine.shape.prefix_caching and may_find
 
 
 def check_sizes(engine: SimulatedEngine, prepared: PreparedTrace, limits: EngineLimits) -> None:
@@ -209,6 +219,11 @@ def _go_by_layout(g: NDArray[np.int64], engine: SimulatedEngine, room: int) -> N
     kept = layout.retention if engine.shape.is_since(29) else None
     g[s.RETENTION] = -1 if kept is None else kept // engine.shape.block_size
     g[s.JUNCTIONS] = engine.shape.is_since(26)
+    g[s.STATES], g[s.FIXED] = layout.keeps_states * g[s.WINDOWED], layout.fixed
+    g[s.TWO_EVERY] = layout.leaves_two_every
+    # Up to 0.31 a state is kept of a whole prompt too, that nobody can go on from.
+    g[s.PARTS_BEFORE_LAST] = g[s.STATES] > 0 and engine.shape.is_since(32)
+    g[s.KEYS_ANEW] = g[s.PARTS_BEFORE_LAST]
     in_flight = engine.shape.in_flight_tokens(engine.ceiling)
     g[s.MOST_IN_WINDOW] = engine.shape.most_in_window(in_flight)
 
@@ -343,7 +358,7 @@ def cache(
     pool = np.zeros((blocks + 1, s.BLOCK_FIELDS), np.int32)
     pool[:, s.NEXT_FREE] = np.roll(np.arange(blocks + 1), -1)
     pool[:, s.BEFORE_FREE] = np.roll(np.arange(blocks + 1), 1)
-    pool[:, s.SAME_KEY] = -1
+    pool[:, s.SAME_KEY] = pool[:, s.KEYED_IN] = -1
     links, starts, covered, count = prepared.chains
     firsts, count = prepared.own_keys(int(g[s.BLOCK]), count * int(g[s.LINK_KEYS]))
     heads = np.full(max(1, count * len(layout.looks_back)), -1, np.int32)

@@ -27,7 +27,12 @@ from tuner.shadow.compiled import warms_up
 from tuner.shadow.prepared import PreparedTrace
 from tuner.shadow.schedule import layout as s
 from tuner.shadow.schedule.replay import advance, stop_all
-from tuner.shadow.simulated import SimulatedEngine, check_sizes, first_slots
+from tuner.shadow.simulated import (
+    SimulatedEngine,
+    check_sizes,
+    first_slots,
+    keeps_each_block,
+)
 from tuner.shadow.step_model import StepModel
 from tuner.stats import Floats, Ints, WeightedSamples
 from tuner.traffic.prefixes import HashIds
@@ -64,7 +69,7 @@ def simulate(
     check_sizes(engine, prepared, limits)
     check_priorities(prepared.trace, has_priorities=engine.shape.has_priorities)
     began_s = time.perf_counter()
-    caches = engine.shape.prefix_caching and prepared.may_share
+    caches = keeps_each_block(engine, prepared)
     slots = first_slots(engine, prepared, limits)
     while True:
         replay = Simulation(engine, prepared, limits, plan, slots, began_s, caches=caches)

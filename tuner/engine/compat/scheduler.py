@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
 from tuner.engine.compat.core import change_limits, limit_names
 from tuner.engine.compat.serve import parse_serve_values, quiet, resolve_config
@@ -31,6 +31,9 @@ from tuner.errors import EngineError, ShadowError
 # A token that no prompt holds; which one it is makes no difference to the schedule.
 _TOKEN = 0
 
+
+_MODE: Final = "mamba_cache_mode"
+"""The field of a group of state-space layers, and the option, by which states are kept."""
 
 _STAND_IN: Mapping[str, object] = {**demo_engine_args(), "skip-tokenizer-init": True}
 
@@ -70,6 +73,10 @@ def stand_in_config(shape: EngineShape, ceiling: EngineLimits) -> Any:
         _go_by(config.speculative_config, shape.drafts)
     config.cache_config.enable_prefix_caching = shape.prefix_caching
     config.cache_config.block_size = shape.block_size
+    modes = {group[_MODE] for group in shape.kv_groups if _MODE in group}
+    if modes:
+        # By which a scheduler lets parts of prompts end where a state is kept.
+        setattr(config.cache_config, _MODE, modes.pop())
     return config
 
 

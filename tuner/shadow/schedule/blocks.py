@@ -1,7 +1,8 @@
 """Blocks of the KV cache: counted, or with the prefix cache as vLLM keeps it.
 
 A request holds a block for the same tokens in every group of layers; a group of sliding-window
-attention, which looks back a window, gives back what lies behind it.
+attention, which looks back a window, gives back what lies behind it. One of state-space layers
+is like one with a window of two tokens, but takes no blocks for what a batch passes over.
 
 Source: vLLM 0.32, vllm/v1/core/kv_cache_manager.py, single_type_kv_cache_manager.py,
 block_pool.py.
@@ -124,6 +125,17 @@ def _remember(g, kv, slot, block, key):
 
 
 @inner
+def is_keyed_now(g, kv, slot, key):
+    """Whether a state got a key in the step that is being put together."""
+    block = find_block(g, kv, slot, key)
+    while block >= 0:
+        if kv.pool[block, s.KEYED_IN] == g[s.STEP]:
+            return True
+        block = kv.pool[block, s.SAME_KEY]
+    return False
+
+
+@inner
 def blocks_of_window(g):
     """Return of how many blocks before its end a hit needs all, where layers look back."""
     return (g[s.WINDOW] - 2) // g[s.BLOCK] + 1
@@ -142,36 +154,65 @@ def _serves_a_hit(g, sl, slot, at):
     return end - wanted <= at < end or junction - wanted <= at < junction
 
 
+@inner
+def key_anew(g, sl, kv, slot, tokens, step):
+    """Give the state before the end of a prompt its key in a step too, while it is held."""
+    at = (sl[slot, s.PROMPT] - 1) // g[s.BLOCK]
+    if at == 0 or tokens // g[s.BLOCK] != at or sl[slot, s.SKIPPED] >= at:
+        return
+    for group in range(g[s.GROUPS]):
+        block = kv.tables[0, slot, group * g[s.ROOM_OF_GROUP] + at - 1]
+        if kv.looks_back[group] and block != s.NO_BLOCK:
+            kv.pool[block, s.KEYED_IN] = step
+
+
 @inlined
-def cache_up_to(g, sl, kv, slot, tokens):
-    """Give all blocks that so many tokens fill their keys."""
+def cache_up_to(g, sl, kv, slot, tokens, step):
+    """Give all blocks that so many tokens fill their keys; -1 as step where none is begun."""
     full = tokens // g[s.BLOCK]
     row = sl[slot, s.ROW]
+    if g[s.KEYS_ANEW]:
+        key_anew(g, sl, kv, slot, tokens, step)
     if full <= sl[slot, s.CACHED]:
         return
     for group in range(g[s.GROUPS]):
         first = group * g[s.ROOM_OF_GROUP]
         for at in range(sl[slot, s.CACHED], full):
+            block = kv.tables[0, slot, first + at]
+            if block == s.NO_BLOCK:
+                continue
             if not kv.looks_back[group] or _serves_a_hit(g, sl, slot, at):
-                key = key_at(g, kv, row, at, group)
-                _remember(g, kv, slot, kv.tables[0, slot, first + at], key)
+                _remember(g, kv, slot, block, key_at(g, kv, row, at, group))
+                kv.pool[block, s.KEYED_IN] = step
     sl[slot, s.CACHED] = full
 
 
+@inner
+def taken_by(g, more, states):
+    """Return how many blocks all groups take for so many more of a request, and its states."""
+    return (g[s.GROUPS] - g[s.STATES]) * more + g[s.STATES] * min(more, states)
+
+
 @inlined
-def grow(g, sl, r, kv, slot, blocks):
-    """Let a request hold so many blocks; the caller has seen that they are there."""
+def grow(g, sl, r, kv, slot, blocks, states):
+    """Let a request hold so many blocks; the caller has seen that they are there.
+
+    Groups that keep states take no more than so many, of the last tokens.
+    """
     have = sl[slot, s.BLOCKS]
     if blocks <= have:
         return
     sl[slot, s.BLOCKS] = blocks
-    if g[s.IS_CACHED]:
-        for group in range(g[s.GROUPS]):
-            first = group * g[s.ROOM_OF_GROUP]
-            for at in range(have, blocks):
-                kv.tables[0, slot, first + at] = _take_block(g, r, kv)
-    else:
-        g[s.FREE] -= g[s.GROUPS] * (blocks - have)
+    if not g[s.IS_CACHED]:
+        g[s.FREE] -= g[s.GROUPS] * (blocks - have) + (g[s.FIXED] if have == 0 else 0)
+        return
+    for group in range(g[s.GROUPS]):
+        first, passed = group * g[s.ROOM_OF_GROUP], have
+        if g[s.STATES] and kv.looks_back[group]:
+            passed = max(have, blocks - states)
+            kv.tables[0, slot, first + have : first + passed] = s.NO_BLOCK
+        for at in range(passed, blocks):
+            kv.tables[0, slot, first + at] = _take_block(g, r, kv)
 
 
 @inner
@@ -208,6 +249,8 @@ def _give_back(g, kv, slot, group, begin, end):
     front, first = sentinel, group * g[s.ROOM_OF_GROUP]
     for at in range(end - 1, begin - 1, -1):
         block = kv.tables[0, slot, first + at]
+        if block == s.NO_BLOCK:
+            continue
         kv.pool[block, s.HOLDERS] -= 1
         if kv.pool[block, s.HOLDERS] > 0:
             continue
@@ -226,6 +269,7 @@ def release(g, sl, kv, slot):
     sl[slot, s.BLOCKS] = sl[slot, s.CACHED] = sl[slot, s.SKIPPED] = 0
     if not g[s.IS_CACHED]:
         g[s.FREE] += g[s.GROUPS] * blocks - g[s.WINDOWED] * skipped
+        g[s.FREE] += g[s.FIXED] if blocks > 0 else 0
         return
     for group in range(g[s.GROUPS]):
         _give_back(g, kv, slot, group, skipped if kv.looks_back[group] else 0, blocks)

@@ -90,6 +90,6 @@ def bring_out(g, w, t, sl, kv, step, slot):
         sl[slot, s.COMPUTED] -= abs(drafted) - accepted
         if g[s.AHEAD] and g[s.IS_CACHED]:
             known = sl[slot, s.PROMPT] + sl[slot, s.ANSWERED]
-            cache_up_to(g, sl, kv, slot, known - 1)
+            cache_up_to(g, sl, kv, slot, known - 1, -1)
     if sl[slot, s.ANSWERED] == sl[slot, s.OUTPUT]:
         add_end(g, w, sl, step, slot)

@@ -39,7 +39,8 @@ def _finish(g, x, w, sl, f, r, q, kv, tr, slot):
         stop_waiting(g, w, slot)
     else:
         if g[s.AHEAD] and g[s.IS_CACHED]:
-            cache_up_to(g, sl, kv, slot, sl[slot, s.PROMPT] + sl[slot, s.OUTPUT] - 1)
+            computed = sl[slot, s.PROMPT] + sl[slot, s.OUTPUT] - 1
+            cache_up_to(g, sl, kv, slot, computed, -1)
         held_blocks(g, sl, slot)
         release(g, sl, kv, slot)
         leave_run(g, w, sl, slot)

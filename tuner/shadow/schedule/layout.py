@@ -54,6 +54,12 @@ NOBODY, PREFILLS, DECODES, PREEMPTED, VERIFIES = range(5)
     # does where prompts part.
     GROUPS, WINDOWED, WINDOW, MOST_IN_WINDOW, ROOM_OF_GROUP, SETTLES,
     RETENTION, JUNCTIONS,
+    # How many of the groups that look back keep states, of which a request takes one at a time,
+    # where a part of its prompt ends, or two if it is a multiple of TWO_EVERY tokens; whether
+    # such a part ends before the last token in any case; whether the state there gets its key
+    # anew in every step as long as it is held; and the blocks that a request holds beside all
+    # that, however long it is.
+    STATES, TWO_EVERY, PARTS_BEFORE_LAST, KEYS_ANEW, FIXED,
     # How many DRAFTS each request verifies in a step, how many tokens ahead of a batch have
     # their blocks too, and whether the last block of a hit is dropped since drafts need its
     # hidden states; whether who is admitted has blocks ahead, and by which rule a lone token
@@ -65,7 +71,7 @@ NOBODY, PREFILLS, DECODES, PREEMPTED, VERIFIES = range(5)
     AT_UNSTEADY, AT_LONG, AT_OVERTAKES,
     AT_SINGLES, AT_ENDS, AT_BATCHES, AT_MIXED, AT_KNOTS, AT_FACTORS, FACTOR_ROWS,
     FACTOR_COLUMNS, AT_LAUNCHES, AT_RATES, INTEGERS,
-) = range(113)  # fmt: skip
+) = range(118)  # fmt: skip
 
 # The instants and seconds of a replay's state, and the sums over its steps.
 (
@@ -91,7 +97,7 @@ TOKENS, OUTCOME = range(2)
 QUEUE, SLOT_OF, IS_LATE, AT_GATE, REFERENCES = range(5)
 COMPLETED, REFUSED, TIMED_OUT, ABORTED, UNFINISHED, TURNED_AWAY, TRUNCATED, GOES_ON = range(8)
 
-# What the layers of a group attend to.
+# Whether the layers of a group need all of the past.
 SEES_ALL, LOOKS_BACK = range(2)
 
 # Rules by which a lone token is padded to the shape of a batch that verifies drafts.
@@ -120,10 +126,10 @@ LOWEST_KEY, BINS = (1023 - 33) << 11, 59 << 11
 ROOM = 2 * BINS + (BINS >> STRETCH_SHIFT)
 BIN_RATIO = 2.0**-11
 
-# The columns of a block: its neighbours in the free queue, who holds it, and the next with
-# the same key.
-NEXT_FREE, BEFORE_FREE, HOLDERS, SAME_KEY, BLOCK_FIELDS = range(5)
-NO_KEY = -1
+# The columns of a block: its neighbours in the free queue, who holds it, the next with the same
+# key, and in which step it last got its key.
+NEXT_FREE, BEFORE_FREE, HOLDERS, SAME_KEY, KEYED_IN, BLOCK_FIELDS = range(6)
+NO_KEY, NO_BLOCK = -1, -1
 
 GOES, ENDED_WELL, NEEDS_CACHE, IS_STUCK, LOST_WORK, LATE_CUT, CLOCK_CUT, NO_SLOT = range(8)
 STUCK_TURNS = 10_000
@@ -159,8 +165,8 @@ class Cache(NamedTuple):
     prompt is numbered in `links`, from starts[row] on, for the first covered[row] tokens. The
     first held[row] tokens of a prompt are the prompt and the answer of row before[row]. Others
     hold the first reached[row] tokens of a row; what of these is in no numbered beginning has
-    keys from firsts[row] on. `looks_back` says which groups of layers look back a window; each
-    has a part of a slot's table, one behind the other.
+    keys from firsts[row] on. `looks_back` says which groups of layers need the last of the past
+    alone; each has a part of a slot's table, one behind the other.
 
     Shapes: pool is [blocks + 1, BLOCK_FIELDS], keys [blocks + 1], tables [2, slots, width],
         looks_back [groups].

@@ -20,8 +20,11 @@ from tuner.shadow.schedule.blocks import (
     cache_up_to,
     find_block,
     grow,
+    is_keyed_now,
+    key_anew,
     key_at,
     slide,
+    taken_by,
     unlink,
 )
 from tuner.shadow.schedule.decoding import (
@@ -179,11 +182,92 @@ def _adopt(g, sl, kv, slot, hits):
 
 
 @inlined
-def _reserved(g, tokens, hits):
+def _reserved(g, tokens, hits, end_of_prompt):
     """Return how many blocks have to be free for a request to be computed to its end."""
     full = (tokens + g[s.BLOCK] - 1) // g[s.BLOCK]
+    if g[s.STATES]:
+        states = _states_left(g, hits * g[s.BLOCK], tokens, end_of_prompt)
+        return taken_by(g, full - hits, states)
     in_window = max(0, min(full, g[s.MOST_IN_WINDOW]) - hits)
     return (g[s.GROUPS] - g[s.WINDOWED]) * (full - hits) + g[s.WINDOWED] * in_window
+
+
+@inner
+def _has_state_at(g, begin, end, at):
+    """Whether what a batch computes of a prompt also leaves the state at a token within."""
+    block, every = g[s.BLOCK], g[s.TWO_EVERY]
+    return (
+        every > 0
+        and begin % block == 0
+        and (end + block - 1) // block - 2 > (begin - 1) // block
+        and begin + block <= at < end
+        and (at - begin) % every == 0
+    )
+
+
+@inner
+def _states_left(g, begin, end, end_of_prompt):
+    """Return how many states a batch leaves of a prompt, the last of them at its end."""
+    if g[s.RETENTION] == 0 and end < end_of_prompt:
+        return 1
+    return 1 + _has_state_at(g, begin, end, (end - 1) // g[s.BLOCK] * g[s.BLOCK])
+
+
+@inner
+def _end_of_prompt(prompt, known):
+    """Return up to where a request computes what is known: its prompt, or tokens before."""
+    return max(prompt, known - 1)
+
+
+@inner
+def _up_to_a_state(g, begin, wanted, prompt, known, junction):
+    """Return how much of a prompt a step computes where layers leave a state behind.
+
+    They leave it where a part of the prompt ends, and others find it only at the end of a
+    block: a part ends there, or where it would pass the last such end, or the last before the
+    tokens where prompts part. What is too short for that waits, but where no part could be as
+    long as a block.
+    """
+    end_of_prompt = _end_of_prompt(prompt, known)
+    if g[s.STATES] == 0 or begin >= end_of_prompt:
+        return wanted
+    block, end = g[s.BLOCK], begin + wanted
+    last = (known - g[s.PARTS_BEFORE_LAST]) // block * block
+    before_end = (end_of_prompt - 1) // block * block
+    if end >= end_of_prompt and _has_state_at(g, begin, end, before_end):
+        last = begin
+    if end < end_of_prompt:
+        most = min(g[s.BUDGET], g[s.THRESHOLD]) if g[s.THRESHOLD] > 0 else g[s.BUDGET]
+        if end // block * block > begin or block <= most:
+            end = end // block * block
+    begun = (begin // block + 1) * block if begin % block else begin
+    parts = begin + (junction - begin) // block * block if begin < junction < end else begin
+    whole = end
+    for stop in (begun, last, parts):
+        if begin < stop < whole:
+            end = min(end, stop)
+    return max(end - begin, 0)
+
+
+@inner
+def _part_of_prompt(g, sl, slot, wanted):
+    """Return how much of its prompt a running request computes of what it may."""
+    prompt, junction = sl[slot, s.PROMPT], sl[slot, s.JUNCTION] * g[s.BLOCK]
+    known = prompt + sl[slot, s.ANSWERED]
+    return _up_to_a_state(g, sl[slot, s.COMPUTED], wanted, prompt, known, junction)
+
+
+@inner
+def _waits_for_a_state(g, kv, slot, row, hits):
+    """Whether the state that a request would go on from is left by another in this step."""
+    if g[s.STATES] == 0 or hits == 0:
+        return False
+    for group in range(g[s.GROUPS]):
+        if kv.looks_back[group]:
+            key = key_at(g, kv, row, hits - 1, group)
+            if is_keyed_now(g, kv, slot, key):
+                return True
+    return False
 
 
 @inlined
@@ -222,11 +306,18 @@ def _admit_waiting(g, w, sl, r, q, tr, kv, budget, threshold, defers):
         if not g[s.CHUNKS] and wanted > budget - beside:
             break
         wanted = min(wanted, budget - beside)
-        spare = g[s.FREE] - idle - (g[s.WATERMARK] if g[s.RUNNING] > 0 else 0)
-        if g[s.RESERVES] and _reserved(g, tokens, hits) > spare:
+        junction = elsewhere * g[s.JUNCTIONS]
+        prompt = tr.prompts[row]
+        wanted = _up_to_a_state(g, before, wanted, prompt, tokens, junction * block)
+        if wanted == 0 or _waits_for_a_state(g, kv, slot, row, hits):
+            break
+        spare = g[s.FREE] - idle - (g[s.WATERMARK] if g[s.RUNNING] > 0 else 0) - g[s.FIXED]
+        end_of_prompt = _end_of_prompt(prompt, tokens)
+        if g[s.RESERVES] and _reserved(g, tokens, hits, end_of_prompt) > spare:
             break
         needed = _needed(g, before + wanted, g[s.LOOKAHEAD] * g[s.ADMITS_AHEAD])
-        if g[s.GROUPS] * (needed - hits) > spare:
+        states = _states_left(g, before, before + wanted, end_of_prompt)
+        if taken_by(g, needed - hits, states) > spare:
             break
         if slot < 0:
             if g[s.FREE_SLOTS] == 0:
@@ -240,10 +331,10 @@ def _admit_waiting(g, w, sl, r, q, tr, kv, budget, threshold, defers):
         g[s.WAITING] -= 1
         if g[s.IS_CACHED]:
             _adopt(g, sl, kv, slot, hits)
-            sl[slot, s.JUNCTION] = elsewhere if g[s.JUNCTIONS] else 0
-        grow(g, sl, r, kv, slot, needed)
+            sl[slot, s.JUNCTION] = junction
+        grow(g, sl, r, kv, slot, needed, states)
         if g[s.IS_CACHED]:
-            cache_up_to(g, sl, kv, slot, min(before + wanted, tokens))
+            cache_up_to(g, sl, kv, slot, min(before + wanted, tokens), g[s.STEP])
         start_running(g, w, sl, slot)
         is_new = not sl[slot, s.RESUMED]
         is_decode = not is_new and answered > 0 and wanted <= 1 + padded
@@ -326,10 +417,16 @@ def _schedule_running(g, x, w, sl, f, r, tr, kv, threshold, defers):
             if 0 < threshold < wanted:
                 wanted = threshold
             wanted = min(wanted, budget - beside)
+            if prefills:
+                wanted = _part_of_prompt(g, sl, slot, wanted)
+                if wanted == 0:
+                    continue
         needed = _needed(g, before + wanted, g[s.LOOKAHEAD])
+        end_of_prompt = _end_of_prompt(sl[slot, s.PROMPT], known)
+        states = _states_left(g, before, before + wanted, end_of_prompt)
         fits, omitted = True, 0
         slide(g, sl, kv, slot, settled_before(g, sl, slot))
-        while g[s.GROUPS] * (needed - sl[slot, s.BLOCKS]) > g[s.FREE]:
+        while taken_by(g, needed - sl[slot, s.BLOCKS], states) > g[s.FREE]:
             worst = _worst(g, w, sl, tr)
             if sl[worst, s.TAKEN] > 0:
                 budget += sl[worst, s.TAKEN] + beside
@@ -350,9 +447,9 @@ def _schedule_running(g, x, w, sl, f, r, tr, kv, threshold, defers):
             break
         if prefills:
             g[s.CARRIES] = 1
-        grow(g, sl, r, kv, slot, needed)
+        grow(g, sl, r, kv, slot, needed, states)
         if g[s.IS_CACHED]:
-            cache_up_to(g, sl, kv, slot, min(before + wanted, known))
+            cache_up_to(g, sl, kv, slot, min(before + wanted, known), g[s.STEP])
         sl[slot, s.TAKEN] = wanted
         budget -= wanted + beside
         while omitted > 0 and i < g[s.RUN_LENGTH]:
@@ -399,7 +496,7 @@ def _note_running(g, x, w, sl, f, kv):
                 continue
             split_off(g, x, w, sl, f, slot)
             if g[s.AHEAD] and g[s.IS_CACHED] and not sl[slot, s.MISSED]:
-                cache_up_to(g, sl, kv, slot, computed_before(g, sl, slot))
+                cache_up_to(g, sl, kv, slot, computed_before(g, sl, slot), -1)
             decodes_no_more(g, w, sl, slot)
             sl[slot, s.END] += 1
             sl[slot, s.MISSED] = 1
@@ -427,7 +524,7 @@ def _calm_prefill(g, sl, threshold, defers):
     wanted = sl[slot, s.PROMPT] + sl[slot, s.ANSWERED] - sl[slot, s.COMPUTED]
     if 0 < threshold < wanted:
         wanted = threshold
-    return min(wanted, g[s.BUDGET] - g[s.DECODING])
+    return _part_of_prompt(g, sl, slot, min(wanted, g[s.BUDGET] - g[s.DECODING]))
 
 
 @inner
@@ -463,8 +560,10 @@ def _let_slide(g, w, sl, r, kv):
             return
         ran = sl[slot, s.ORDER]
         slide(g, sl, kv, slot, settled_before(g, sl, slot))
-        needed = computed_before(g, sl, slot) // g[s.BLOCK] + 1
-        grow(g, sl, r, kv, slot, needed)
+        before = computed_before(g, sl, slot)
+        grow(g, sl, r, kv, slot, before // g[s.BLOCK] + 1, 1)
+        if g[s.KEYS_ANEW]:
+            key_anew(g, sl, kv, slot, before + (not g[s.AHEAD]), g[s.STEP])
 
 
 @inlined
@@ -485,13 +584,13 @@ def let_decode(g, w, sl, r, kv):
     else:
         slot = w[g[s.AT_BUCKETS] + step % block]
         while slot >= 0:
-            grow(g, sl, r, kv, slot, sl[slot, s.BLOCKS] + 1)
+            grow(g, sl, r, kv, slot, sl[slot, s.BLOCKS] + 1, 1)
             slot = sl[slot, s.BUCKET_NEXT]
     ahead = g[s.AHEAD]
     slot = w[g[s.AT_BUCKETS] + (step + (0 if ahead else 1)) % block]
     while slot >= 0:
         full = computed_before(g, sl, slot) + (0 if ahead else 1)
-        cache_up_to(g, sl, kv, slot, full)
+        cache_up_to(g, sl, kv, slot, full, step)
         slot = sl[slot, s.BUCKET_NEXT]
 
 
@@ -508,10 +607,14 @@ def _schedule_calmly(g, w, sl, r, kv, threshold, defers):
     if wanted < 0:
         return False
     slot = g[s.LAST_PREFILL]
-    blocks = 0
+    blocks = states = 0
     if wanted > 0:
-        blocks = (sl[slot, s.COMPUTED] + wanted + block - 1) // block
-        if needed + g[s.GROUPS] * (blocks - sl[slot, s.BLOCKS]) > g[s.FREE]:
+        before = sl[slot, s.COMPUTED]
+        blocks = (before + wanted + block - 1) // block
+        known = sl[slot, s.PROMPT] + sl[slot, s.ANSWERED]
+        end_of_prompt = _end_of_prompt(sl[slot, s.PROMPT], known)
+        states = _states_left(g, before, before + wanted, end_of_prompt)
+        if needed + taken_by(g, blocks - sl[slot, s.BLOCKS], states) > g[s.FREE]:
             return False
     batch = batch_at(g, g[s.STEP])
     w[batch + s.B_DECODES] = w[batch + s.B_EVEN] = g[s.DECODING]
@@ -522,10 +625,10 @@ def _schedule_calmly(g, w, sl, r, kv, threshold, defers):
     if wanted > 0:
         g[s.CARRIES] = 1
         slide(g, sl, kv, slot, settled_before(g, sl, slot))
-        grow(g, sl, r, kv, slot, blocks)
+        grow(g, sl, r, kv, slot, blocks, states)
         before = sl[slot, s.COMPUTED]
         if g[s.IS_CACHED]:
-            cache_up_to(g, sl, kv, slot, before + wanted)
+            cache_up_to(g, sl, kv, slot, before + wanted, g[s.STEP])
         _count_in(w, batch, sl[slot, s.ANSWERED] > 0 and wanted <= 1, before, wanted)
         sl[slot, s.COMPUTED] = before + wanted
         sl[slot, s.LATEST], sl[slot, s.PART] = g[s.STEP], wanted
