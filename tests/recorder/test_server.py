@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from support.drafting import accepting_environment, drafting
-from support.live_parts import GEMMA
+from support.live_parts import GEMMA, LFM
 from support.paths import TESTS
 from support.recorder_parts import recorded, rows_of
 from support.recorder_probe import REFUSING
@@ -343,17 +343,19 @@ def test_a_service_that_embeds_the_engine_is_recorded_without_middleware(
 
 
 @pytest.mark.parametrize(
-    ("has_details", "is_hybrid"), [(True, False), (False, False), (True, True)]
+    ("has_details", "layers"),
+    [(True, None), (False, None), (True, GEMMA), (True, LFM)],
+    ids=["details", "intervals", "windows", "states"],
 )
 def test_steps_of_a_server_become_a_profile_of_it(
-    tmp_path: Path, *, has_details: bool, is_hybrid: bool
+    tmp_path: Path, *, has_details: bool, layers: Mapping[str, object] | None
 ) -> None:
     prod, output = tmp_path / "prod.jsonl", tmp_path / "profile.yaml"
     more = [DETAILS] if has_details else []
-    if is_hybrid:
-        model = tmp_path / "gemma"
+    if layers is not None:
+        model = tmp_path / "model"
         shutil.copytree(DEMO_MODEL_DIR, model)
-        (model / "config.json").write_text(json.dumps({**GEMMA, "vocab_size": 4096}))
+        (model / "config.json").write_text(json.dumps({**layers, "vocab_size": 4096}))
         more += ["--model", str(model), "--load-format", "dummy"]
     limits = ("--max-num-seqs", "4", "--max-num-batched-tokens", "512")
     environment = {FILE: str(prod), STEPS: "1"}
@@ -386,7 +388,7 @@ def test_steps_of_a_server_become_a_profile_of_it(
     assert abs(found["off"]["tpot p50"]) < 0.5
     profile = read_profile(output)
     assert profile.shape.block_size == 128
-    assert len(profile.shape.kv_groups) == (4 if is_hybrid else 0)
+    assert len(profile.shape.kv_groups) == (4 if layers else 0)
     assert profile.num_blocks_at(profile.current_limits) > 100
     assert profile.uncertainty is not None
     assert profile.serve_values["model"] == profile.shape.model

@@ -16,10 +16,10 @@ from click.testing import CliRunner
 from support.optional import not_none
 from support.paths import ROOT
 from tuner.cli.commands import tune as command
-from tuner.engine.compat.scheduler import with_windows
+from tuner.engine.compat.scheduler import with_layers
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Batch
-from tuner.engine.shape import FULL_ATTENTION, KvLayout
+from tuner.engine.shape import FULL_ATTENTION, KvGroup, KvLayout
 from tuner.errors import Caveat, UsageError
 from tuner.replay.metrics import measure
 from tuner.replay.plan import ReplayPlan
@@ -188,7 +188,9 @@ def test_published_points_are_met_within_what_is_said(monkeypatch: pytest.Monkey
 def test_the_groups_of_gpt_oss_are_those_that_vllm_makes_of_its_layers() -> None:
     found = derive(Wanted(gpu_of("h200"), "openai/gpt-oss-20b")).shape
     plain = replace(found, kv_kind=FULL_ATTENTION, kv_groups=())
-    made = with_windows(plain, [128, 0] * 12, 0)
+    full: KvGroup = {"kind": "FullAttentionSpec", "block_size": plain.block_size}
+    window: KvGroup = {**full, "kind": "SlidingWindowSpec", "sliding_window": 128}
+    made = with_layers(plain, [window, full] * 12, 0)
     assert (made.kv_kind, made.kv_layout) == (found.kv_kind, found.kv_layout)
 
 

@@ -29,7 +29,7 @@ from support.recorded_parts import (
 from support.run_parts import a_profile
 from support.traffic import steady
 from tuner.cli.commands import tune as command
-from tuner.engine.compat.shape import recorded_shape, recorded_windows
+from tuner.engine.compat.shape import recorded_layers, recorded_shape
 from tuner.engine.limits import EngineLimits
 from tuner.engine.steps import StepColumns
 from tuner.errors import ShadowError, TooFewSamplesError, UsageError
@@ -486,6 +486,10 @@ def test_reader_and_recorder_mean_the_same_by_a_file_of_steps() -> None:
         ({"is_hybrid": True}, "state-space layers"),
         ({"has_uneven_layers": True}, "layers of several sizes"),
         ({"layers": ["linear_attention", "full_attention"]}, "layers of linear_attention"),
+        (
+            {"architecture": "NemotronHForCausalLM", "layers": ["mamba"], "is_hybrid": True},
+            "layers of mamba and state-space layers",
+        ),
     ],
 )
 def test_layers_that_are_not_known_well_enough_have_no_shadow(
@@ -507,22 +511,42 @@ def test_of_a_recorded_model_that_sets_its_own_graphs_that_is_known() -> None:
 @pytest.mark.parametrize(
     ("model", "windows"),
     [
-        ({"layers": []}, (0,)),
+        ({"layers": []}, (None,)),
         ({"layers": [], "sliding_window": 64}, (64,)),
-        ({"layers": ["full_attention"] * 3, "sliding_window": 64}, (0, 0, 0)),
+        ({"layers": ["full_attention"] * 3, "sliding_window": 64}, (None, None, None)),
         (
             {
                 "layers": [*["sliding_attention", "full_attention"] * 2],
                 "sliding_window": 64,
                 "kv_shared_layers": 1,
             },
-            (64, 0, 64),
+            (64, None, 64),
         ),
     ],
 )
 def test_windows_of_recorded_layers_are_those_that_keep_keys_of_their_own(
-    model: dict[str, Any], windows: tuple[int, ...]
+    model: dict[str, Any], windows: tuple[int | None, ...]
 ) -> None:
     config = a_config()
     config["model_config"] |= model
-    assert recorded_windows(config) == windows
+    found = recorded_layers(config)
+    assert tuple(layer.get("sliding_window") for layer in found) == windows
+
+
+@pytest.mark.parametrize(
+    ("mode", "drafts", "size", "more"),
+    [("align", None, 16, 0), ("none", None, 4096, 0), ("none", 2, 4096, 2)],
+)
+def test_recorded_layers_that_keep_states_hold_a_block_as_vllm_lays_them_out(
+    mode: str, drafts: int | None, size: int, more: int
+) -> None:
+    config = a_config()
+    layers = ["linear_attention", "full_attention"]
+    more_of_model = {"is_hybrid": True, "layers": layers, "max_model_len": 4096}
+    config["model_config"] |= more_of_model | {"architecture": "Qwen3NextForCausalLM"}
+    config["cache_config"] |= {"mamba_cache_mode": mode, "use_replayssm": False}
+    config["speculative_config"] = drafts and {"num_speculative_tokens": drafts}
+    state, full = recorded_layers(config)
+    assert (state["kind"], full["kind"]) == ("MambaSpec", "FullAttentionSpec")
+    assert state["mamba_cache_mode"] == mode
+    assert (state["block_size"], state["num_speculative_blocks"]) == (size, more)

@@ -13,12 +13,13 @@ import pytest
 
 from support.live_parts import GEMMA, LFM, start_live
 from support.shadow_parts import RandomTraffic, a_reference
-from tuner.engine.compat.scheduler import with_windows
-from tuner.engine.compat.shape import recorded_shape, recorded_windows
+from tuner.engine.compat.scheduler import with_layers
+from tuner.engine.compat.shape import recorded_layers, recorded_shape
 from tuner.engine.demo import demo_engine_args
 from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveEngine
 from tuner.engine.protocol import Batch, Engine
+from tuner.engine.shape import RETENTION
 from tuner.replay.arrivals import Sessions
 from tuner.replay.loop import ReplayLog, replay
 from tuner.replay.plan import ReplayPlan
@@ -264,17 +265,24 @@ def test_every_step_of_a_model_with_states_is_scheduled_alike_too(
 
 def test_groups_of_a_recorded_server_are_those_of_the_engine(hybrid: LiveEngine) -> None:
     """An API server holds no list of them, but which layers look back a window."""
+    assert_same_groups(hybrid)
+
+
+def test_a_recorded_servers_states_are_those_of_the_engine(recurrent: LiveEngine) -> None:
+    assert_same_groups(recurrent)
+
+
+def assert_same_groups(live: LiveEngine) -> None:
     from tuner.recorder.plugin import described_server
 
-    core = hybrid._running_core
+    core = live._running_core
     config = described_server(core._core.vllm_config, "0")["config"]
     there = json.loads(json.dumps(config))
-    made = with_windows(recorded_shape(there, "toy", "0"), recorded_windows(there), None)
-    found = hybrid.shape()
-    assert made.kv_kind == found.kv_kind
-    for ours, theirs in zip(made.kv_groups, found.kv_groups, strict=True):
-        for name in ("kind", "block_size", "sliding_window"):
-            assert ours.get(name) == theirs.get(name)
+    kept = there["cache_config"].get(RETENTION)
+    made = with_layers(recorded_shape(there, "toy", "0"), recorded_layers(there), kept)
+    found = live.shape()
+    assert (made.kv_layout, made.block_size) == (found.kv_layout, found.block_size)
+    assert sorted(made.kv_kind.split()) == sorted(found.kv_kind.split())
 
 
 def schedules_alike(

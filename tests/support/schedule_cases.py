@@ -10,7 +10,15 @@ import numpy as np
 from support.profile_parts import SHAPE
 from tuner.engine.compat.serve import installed_vllm
 from tuner.engine.limits import EngineLimits
-from tuner.engine.shape import NO_GRAPHS, RETENTION, Drafts, EngineShape, Graphs, KvGroup
+from tuner.engine.shape import (
+    NO_GRAPHS,
+    RETENTION,
+    Drafts,
+    EngineShape,
+    Graphs,
+    KvGroup,
+    is_since,
+)
 from tuner.gate import GateLimits
 from tuner.replay.arrivals import Sessions, StaticBatches
 from tuner.replay.plan import CutRule, ReplayPlan
@@ -143,10 +151,11 @@ def _with_drafts(seed: int, case: Case) -> Case:
 def _with_states(seed: int, *, is_by_priority: bool) -> Case:
     """Return a case in which some layers keep a state, by itself or found by others too.
 
-    The first hold as many blocks of each request as they draft tokens, and one more.
+    The first hold as many blocks of each request as they draft tokens, and one more; they are
+    all that the simulator knows of releases up to 0.29.
     """
     rng = np.random.default_rng([seed, 8])
-    is_shared = bool(rng.random() < 0.7)
+    is_shared = bool(rng.random() < 0.7) and is_since(installed_vllm()[1], 30)
     drafts = not is_shared and bool(rng.random() < 0.6)
     case = random_case(
         seed,
@@ -195,9 +204,11 @@ def _with_slots(rng: np.random.Generator, tokens: int, shape: EngineShape) -> Dr
         Drafts("draft_model", tokens, tokens),
     ]
     if shape.is_since(28):
+        # Since 0.33 these draft in a pass of their own.
+        takes = not shape.is_since(33)
         ways += [
-            Drafts("dflash", tokens, tokens, fills_in=True),
-            Drafts("dspark", tokens, tokens - 1, fills_in=fills_in),
+            Drafts("dflash", tokens, takes * tokens, fills_in=True),
+            Drafts("dspark", tokens, takes * (tokens - 1), fills_in=fills_in),
         ]
     return ways[int(rng.integers(len(ways)))]
 

@@ -78,11 +78,11 @@ class KvLayout:
         is_whole = kept is None or (retention is not None and retention % block_size == 0)
         if others or window is None or not is_whole:
             return None
-        has_states = back[0].get("kind") == _STATE
+        has_states = back[0].get("kind") == STATE
         return cls(looks_back, window, retention, has_states, two_every, blocks)
 
 
-_STATE: Final = "MambaSpec"
+STATE: Final = "MambaSpec"
 """vLLM's class of a group of state-space layers."""
 
 _DRAFTED: Final = "num_speculative_blocks"
@@ -91,7 +91,7 @@ _DRAFTED: Final = "num_speculative_blocks"
 
 def _is_state(group: KvGroup, mode: str) -> bool:
     """Whether a group is of state-space layers that keep their states in a way of vLLM's."""
-    return group.get("kind") == _STATE and group.get("mamba_cache_mode") == mode
+    return group.get("kind") == STATE and group.get("mamba_cache_mode") == mode
 
 
 def _hold_alike(groups: Sequence[KvGroup], block_size: int) -> bool:
@@ -112,7 +112,7 @@ def _past(group: KvGroup) -> tuple[int | None, int]:
 
     Source: vllm/v1/kv_cache_interface.py, is_mamba_prefill_checkpoint_valid.
     """
-    if group.get("kind") != _STATE:
+    if group.get("kind") != STATE:
         return _count(group.get("sliding_window"), 2), 0
     is_known = group.get(_DRAFTED) == 0 and _is_state(group, "align")
     may_leave_two = group.get("num_prefill_checkpoint_blocks")
@@ -129,7 +129,7 @@ def _count(value: object, least: int) -> int | None:
 
 # Whether vLLM's kinds of groups give back what lies behind a window. One of full attention
 # keeps every block, also where a window stands in it (without the hybrid KV cache manager).
-_LOOKS_BACK: Final = {"FullAttentionSpec": False, "SlidingWindowSpec": True, _STATE: True}
+_LOOKS_BACK: Final = {"FullAttentionSpec": False, "SlidingWindowSpec": True, STATE: True}
 # What else is known of a group has to be one of these; of states, -1 tokens each.
 _AS_THESE: Final = (
     ("extra_retained_tokens", (None, 0)),

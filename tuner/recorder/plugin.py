@@ -44,7 +44,7 @@ KEPT: Final = {
     "cache_config": (
         *("block_size", "enable_prefix_caching", "prefix_cache_retention_interval"),
         *("cache_dtype", "gpu_memory_utilization", "kv_cache_memory_bytes"),
-        "num_gpu_blocks_override",
+        *("num_gpu_blocks_override", "mamba_cache_mode", "use_replayssm"),
     ),
     "compilation_config": ("cudagraph_capture_sizes", "cudagraph_mode"),
 }

@@ -20,8 +20,8 @@ from typing import Annotated, Any, Final, Self
 import msgspec
 import numpy as np
 
-from tuner.engine.compat.scheduler import with_windows
-from tuner.engine.compat.shape import recorded_shape, recorded_windows
+from tuner.engine.compat.scheduler import with_layers
+from tuner.engine.compat.shape import recorded_layers, recorded_shape
 from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import RETENTION, EngineShape, accepted_rates
 from tuner.errors import ShadowError, UsageError
@@ -314,14 +314,14 @@ def _with_shape(path: Path, server: Server) -> Server:
         return msgspec.structs.replace(server, shape=None, no_shadow="")
     try:
         shape = recorded_shape(server.config, server.device, server.vllm)
-        windows = recorded_windows(server.config)
-        if any(windows):
+        layers = recorded_layers(server.config)
+        if any(layer["kind"] != "FullAttentionSpec" for layer in layers):
             kept = server.config["cache_config"].get(RETENTION)
-            shape = with_windows(shape, windows, kept)
+            shape = with_layers(shape, layers, kept)
     except ShadowError as error:
         return msgspec.structs.replace(server, no_shadow=error.message)
     except UsageError as missing:
-        reason = f"vLLM itself lays out the KV cache of layers with windows: {missing.message}"
+        reason = f"vLLM itself lays out the KV cache of such layers: {missing.message}"
         return msgspec.structs.replace(server, no_shadow=reason)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(

@@ -223,7 +223,8 @@ def _go_by_layout(g: NDArray[np.int64], engine: SimulatedEngine, room: int) -> N
     g[s.TWO_EVERY] = layout.leaves_two_every
     # Up to 0.31 a state is kept of a whole prompt too, that nobody can go on from.
     g[s.PARTS_BEFORE_LAST] = g[s.STATES] > 0 and engine.shape.is_since(32)
-    g[s.KEYS_ANEW] = g[s.PARTS_BEFORE_LAST]
+    # Only in 0.32, where others then do not find it until it is given back.
+    g[s.KEYS_ANEW] = g[s.PARTS_BEFORE_LAST] and not engine.shape.is_since(33)
     in_flight = engine.shape.in_flight_tokens(engine.ceiling)
     g[s.MOST_IN_WINDOW] = engine.shape.most_in_window(in_flight)
 

@@ -99,15 +99,16 @@ def _go_by(drafting: Any, drafts: Drafts) -> None:
     is_head = drafts.drops_hit and drafts.method not in FILLING
     drafting.method = "eagle" if is_head else drafts.method
     drafting.parallel_drafting = drafts.slots > (drafts.method == DRAFT_MODEL)
-    model = SimpleNamespace(sample_from_anchor=not drafts.fills_in)
-    drafting.draft_model_config = SimpleNamespace(hf_config=model)
+    model = SimpleNamespace(sample_from_anchor=not drafts.fills_in, architectures=())
+    drafting.draft_model_config = SimpleNamespace(hf_config=model, architectures=())
 
 
 def kv_cache_config(shape: EngineShape, num_blocks: int) -> Any:
     """Return vLLM's layout of a KV cache of so many blocks."""
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-    groups = shape.kv_groups or (_group(shape),)
+    full: KvGroup = {"kind": "FullAttentionSpec", "block_size": shape.block_size}
+    groups = shape.kv_groups or (full,)
     made = KVCacheConfig(
         num_blocks=num_blocks,
         kv_cache_tensors=[],
@@ -119,14 +120,6 @@ def kv_cache_config(shape: EngineShape, num_blocks: int) -> Any:
     if groups[0].get(RETENTION) is not None:
         setattr(made, RETENTION, groups[0][RETENTION])
     return made
-
-
-def _group(shape: EngineShape, window: int = 0) -> KvGroup:
-    """Return a group of layers that look back a window, or that see everything."""
-    if not window:
-        return {"kind": "FullAttentionSpec", "block_size": shape.block_size}
-    size = {"block_size": shape.block_size, "sliding_window": window}
-    return {"kind": "SlidingWindowSpec", **size}
 
 
 def _spec(group: KvGroup) -> Any:
@@ -155,15 +148,15 @@ def _spec(group: KvGroup) -> Any:
     return kind(**{name: value for name, value in given.items() if name in known})
 
 
-def with_windows(
-    shape: EngineShape, windows: Sequence[int], retention: int | None
+def with_layers(
+    shape: EngineShape, layers: Sequence[KvGroup], retention: int | None
 ) -> EngineShape:
-    """Return the shape with the KV-cache groups that vLLM makes of layers with such windows.
+    """Return the shape with the KV-cache groups that vLLM makes of such layers.
 
-    A window of 0 sees all of the context. `retention` is the configured interval at which the
-    prefix cache keeps what lies behind a window. Heads are taken to be alike in all layers.
+    `retention` is the configured interval at which the prefix cache keeps what some layers need
+    no more. Heads are taken to be alike in all layers, and states to be as large as a block.
 
-    Shapes: windows is [layers]. Units: tokens.
+    Shapes: layers is [layers], each a group of that layer alone.
     Raises: UsageError without vLLM; ShadowError where it knows no such groups.
     """
     config = stand_in_config(shape, EngineLimits(1, shape.block_size))
@@ -172,14 +165,14 @@ def with_windows(
     if getattr(config.cache_config, "kv_cache_layout", "") is None:
         # An engine asks its attention for one; for layers alike in size it decides nothing.
         config.cache_config.kv_cache_layout = "LBNHC"
-    layers = {
-        f"layer {number}": _spec(_group(shape, window)) for number, window in enumerate(windows)
+    size = _spec({"kind": "FullAttentionSpec", "block_size": shape.block_size}).page_size_bytes
+    named = {
+        f"layer {number}": _spec({**layer, "page_size_padded": size})
+        for number, layer in enumerate(layers)
     }
-    specs = [group.kv_cache_spec for group in get_kv_cache_groups(config, layers)]
+    specs = [group.kv_cache_spec for group in get_kv_cache_groups(config, named)]
     groups = tuple(plain_group(spec, retention) for spec in specs)
     kinds = [str(group["kind"]) for group in groups]
-    if kinds == [_group(shape)["kind"]]:
-        return shape
     return replace(shape, kv_kind=" and ".join(kinds), kv_groups=groups)
 
 

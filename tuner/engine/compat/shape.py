@@ -13,6 +13,7 @@ from tuner.engine.shape import (
     FULL_ATTENTION,
     RETENTION,
     SETTING_GRAPHS,
+    STATE,
     Drafts,
     EngineShape,
     KvGroup,
@@ -160,7 +161,7 @@ def recorded_shape(config: Mapping[str, Any], device: str, version: str) -> Engi
     """Return the shape of a server from the configuration that its recorder kept.
 
     An API server holds no list of KV-cache groups: the shape has one of full attention, which
-    `compat.scheduler.with_windows` replaces where `recorded_windows` has any.
+    `compat.scheduler.with_layers` replaces where `recorded_layers` has others.
 
     Raises: ShadowError naming what the shadow cannot stand in for; AttributeError, LookupError,
         TypeError or ValueError for what no recorder wrote.
@@ -197,30 +198,57 @@ def _recorded_drafting(kept: Mapping[str, Any]) -> SimpleNamespace:
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 """Kinds of layers by their names in Transformers' configurations."""
 
+_STATES: Final = {"linear_attention": ("Qwen3Next", "Qwen3_5"), "conv": ("Lfm2",)}
+"""Those that keep a state, and the models of which it is known that they leave no two."""
 
-def recorded_windows(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the window of each layer that keeps keys and values, 0 where it sees everything.
+
+def recorded_layers(config: Mapping[str, Any]) -> tuple[KvGroup, ...]:
+    """Return how each layer keeps keys and values, as a group of it alone.
 
     Of a model whose layers are all alike, one layer. Those that read another layer's keys and
     values keep none of their own.
-
-    Units: tokens.
     """
-    model = config["model_config"]
-    window = int(model["sliding_window"] or 0)
+    model, cache = config["model_config"], config["cache_config"]
+    size, window = int(cache["block_size"]), int(model["sliding_window"] or 0)
+    full: KvGroup = {"kind": "FullAttentionSpec", "block_size": size}
+    back = {**full, "kind": "SlidingWindowSpec", "sliding_window": window} if window else full
     kinds = list(model["layers"] or [_SLIDING])
     own = kinds[: len(kinds) - int(model["kv_shared_layers"])]
-    return tuple(window if kind == _SLIDING else 0 for kind in own)
+    by_kind: dict[str, KvGroup] = {_FULL: full, _SLIDING: back}
+    if not by_kind.keys() >= {*own}:
+        state = _recorded_state(config)
+        by_kind |= dict.fromkeys(_STATES, state)
+    return tuple(by_kind[kind] for kind in own)
+
+
+def _recorded_state(config: Mapping[str, Any]) -> KvGroup:
+    """Return how a layer keeps its state, in a block for all tokens where nobody shares it.
+
+    Source: vllm/model_executor/layers/mamba/abstract.py, MambaBase.get_kv_cache_spec;
+        vllm/model_executor/models/config.py, MambaModelConfig.
+    """
+    cache, drafting = config["cache_config"], config["speculative_config"]
+    is_shared = cache["mamba_cache_mode"] != "none"
+    size = cache["block_size"] if is_shared else config["model_config"]["max_model_len"]
+    has_own = drafting is not None and not cache["use_replayssm"]
+    return {
+        "kind": STATE,
+        "block_size": int(size),
+        "mamba_cache_mode": str(cache["mamba_cache_mode"]),
+        "num_speculative_blocks": int(drafting["num_speculative_tokens"]) if has_own else 0,
+    }
 
 
 def _unusual_layers(model: Mapping[str, Any]) -> list[str]:
-    """Return what keeps keys and values in another way than attention does, in words."""
-    others = set(model["layers"]) - {_FULL, _SLIDING}
+    """Return what keeps keys and values in a way that no configuration tells, in words."""
+    kinds, architecture = {*model["layers"]}, str(model["architecture"])
+    known = {kind for kind, names in _STATES.items() if architecture.startswith(names)}
+    others = kinds - {_FULL, _SLIDING} - known
     return [
         words
         for words, holds in (
             (f"layers of {', '.join(sorted(others))}", bool(others)),
-            ("state-space layers", bool(model["is_hybrid"])),
+            ("state-space layers", bool(model["is_hybrid"]) and not kinds & known),
             # vLLM groups those by their bytes, of which a recording has none.
             ("layers of several sizes", bool(model["has_uneven_layers"])),
         )

@@ -124,7 +124,7 @@ def _remember(g, kv, slot, block, key):
     kv.pool[last, s.SAME_KEY] = block
 
 
-@inner
+@inlined
 def is_keyed_now(g, kv, slot, key):
     """Whether a state got a key in the step that is being put together."""
     block = find_block(g, kv, slot, key)
@@ -154,7 +154,7 @@ def _serves_a_hit(g, sl, slot, at):
     return end - wanted <= at < end or junction - wanted <= at < junction
 
 
-@inner
+@inlined
 def key_anew(g, sl, kv, slot, tokens, step):
     """Give the state before the end of a prompt its key in a step too, while it is held."""
     at = (sl[slot, s.PROMPT] - 1) // g[s.BLOCK]
@@ -167,14 +167,9 @@ def key_anew(g, sl, kv, slot, tokens, step):
 
 
 @inlined
-def cache_up_to(g, sl, kv, slot, tokens, step):
-    """Give all blocks that so many tokens fill their keys; -1 as step where none is begun."""
-    full = tokens // g[s.BLOCK]
+def _key_blocks(g, sl, kv, slot, full, step):
+    """Give so many blocks of a request their keys, but for those that have them."""
     row = sl[slot, s.ROW]
-    if g[s.KEYS_ANEW]:
-        key_anew(g, sl, kv, slot, tokens, step)
-    if full <= sl[slot, s.CACHED]:
-        return
     for group in range(g[s.GROUPS]):
         first = group * g[s.ROOM_OF_GROUP]
         for at in range(sl[slot, s.CACHED], full):
@@ -187,10 +182,37 @@ def cache_up_to(g, sl, kv, slot, tokens, step):
     sl[slot, s.CACHED] = full
 
 
+@inlined
+def cache_up_to(g, sl, kv, slot, tokens, step):
+    """Give all blocks that so many tokens fill their keys; -1 as step where none is begun."""
+    if g[s.KEYS_ANEW]:
+        key_anew(g, sl, kv, slot, tokens, step)
+    full = tokens // g[s.BLOCK]
+    if full > sl[slot, s.CACHED]:
+        _key_blocks(g, sl, kv, slot, full, step)
+
+
 @inner
 def taken_by(g, more, states):
     """Return how many blocks all groups take for so many more of a request, and its states."""
-    return (g[s.GROUPS] - g[s.STATES]) * more + g[s.STATES] * min(more, states)
+    taken = g[s.GROUPS] * more
+    if g[s.STATES] and more > states:
+        taken -= g[s.STATES] * (more - states)
+    return taken
+
+
+@inlined
+def _take_blocks(g, r, kv, slot, have, blocks, states):
+    """Let a request hold blocks by name; of groups that keep states so many, the last."""
+    for group in range(g[s.GROUPS]):
+        passed = have
+        if g[s.STATES] and kv.looks_back[group]:
+            passed = max(have, blocks - states)
+        first = group * g[s.ROOM_OF_GROUP]
+        for at in range(have, passed):
+            kv.tables[0, slot, first + at] = s.NO_BLOCK
+        for at in range(passed, blocks):
+            kv.tables[0, slot, first + at] = _take_block(g, r, kv)
 
 
 @inlined
@@ -203,16 +225,10 @@ def grow(g, sl, r, kv, slot, blocks, states):
     if blocks <= have:
         return
     sl[slot, s.BLOCKS] = blocks
-    if not g[s.IS_CACHED]:
+    if g[s.IS_CACHED]:
+        _take_blocks(g, r, kv, slot, have, blocks, states)
+    else:
         g[s.FREE] -= g[s.GROUPS] * (blocks - have) + (g[s.FIXED] if have == 0 else 0)
-        return
-    for group in range(g[s.GROUPS]):
-        first, passed = group * g[s.ROOM_OF_GROUP], have
-        if g[s.STATES] and kv.looks_back[group]:
-            passed = max(have, blocks - states)
-            kv.tables[0, slot, first + have : first + passed] = s.NO_BLOCK
-        for at in range(passed, blocks):
-            kv.tables[0, slot, first + at] = _take_block(g, r, kv)
 
 
 @inner

@@ -192,34 +192,33 @@ def _reserved(g, tokens, hits, end_of_prompt):
     return (g[s.GROUPS] - g[s.WINDOWED]) * (full - hits) + g[s.WINDOWED] * in_window
 
 
-@inner
+@inlined
 def _has_state_at(g, begin, end, at):
     """Whether what a batch computes of a prompt also leaves the state at a token within."""
-    block, every = g[s.BLOCK], g[s.TWO_EVERY]
+    block = g[s.BLOCK]
     return (
-        every > 0
-        and begin % block == 0
+        begin % block == 0
         and (end + block - 1) // block - 2 > (begin - 1) // block
         and begin + block <= at < end
-        and (at - begin) % every == 0
+        and (at - begin) % g[s.TWO_EVERY] == 0
     )
 
 
-@inner
+@inlined
 def _states_left(g, begin, end, end_of_prompt):
     """Return how many states a batch leaves of a prompt, the last of them at its end."""
-    if g[s.RETENTION] == 0 and end < end_of_prompt:
+    if g[s.TWO_EVERY] == 0 or (g[s.RETENTION] == 0 and end < end_of_prompt):
         return 1
     return 1 + _has_state_at(g, begin, end, (end - 1) // g[s.BLOCK] * g[s.BLOCK])
 
 
-@inner
+@inlined
 def _end_of_prompt(prompt, known):
     """Return up to where a request computes what is known: its prompt, or tokens before."""
     return max(prompt, known - 1)
 
 
-@inner
+@inlined
 def _up_to_a_state(g, begin, wanted, prompt, known, junction):
     """Return how much of a prompt a step computes where layers leave a state behind.
 
@@ -229,12 +228,12 @@ def _up_to_a_state(g, begin, wanted, prompt, known, junction):
     long as a block.
     """
     end_of_prompt = _end_of_prompt(prompt, known)
-    if g[s.STATES] == 0 or begin >= end_of_prompt:
+    if begin >= end_of_prompt:
         return wanted
     block, end = g[s.BLOCK], begin + wanted
     last = (known - g[s.PARTS_BEFORE_LAST]) // block * block
     before_end = (end_of_prompt - 1) // block * block
-    if end >= end_of_prompt and _has_state_at(g, begin, end, before_end):
+    if g[s.TWO_EVERY] and end >= end_of_prompt and _has_state_at(g, begin, end, before_end):
         last = begin
     if end < end_of_prompt:
         most = min(g[s.BUDGET], g[s.THRESHOLD]) if g[s.THRESHOLD] > 0 else g[s.BUDGET]
@@ -249,7 +248,7 @@ def _up_to_a_state(g, begin, wanted, prompt, known, junction):
     return max(end - begin, 0)
 
 
-@inner
+@inlined
 def _part_of_prompt(g, sl, slot, wanted):
     """Return how much of its prompt a running request computes of what it may."""
     prompt, junction = sl[slot, s.PROMPT], sl[slot, s.JUNCTION] * g[s.BLOCK]
@@ -257,10 +256,10 @@ def _part_of_prompt(g, sl, slot, wanted):
     return _up_to_a_state(g, sl[slot, s.COMPUTED], wanted, prompt, known, junction)
 
 
-@inner
+@inlined
 def _waits_for_a_state(g, kv, slot, row, hits):
     """Whether the state that a request would go on from is left by another in this step."""
-    if g[s.STATES] == 0 or hits == 0:
+    if hits == 0:
         return False
     for group in range(g[s.GROUPS]):
         if kv.looks_back[group]:
@@ -307,16 +306,17 @@ def _admit_waiting(g, w, sl, r, q, tr, kv, budget, threshold, defers):
             break
         wanted = min(wanted, budget - beside)
         junction = elsewhere * g[s.JUNCTIONS]
-        prompt = tr.prompts[row]
-        wanted = _up_to_a_state(g, before, wanted, prompt, tokens, junction * block)
-        if wanted == 0 or _waits_for_a_state(g, kv, slot, row, hits):
-            break
+        states, end_of_prompt = 1, _end_of_prompt(tr.prompts[row], tokens)
+        if g[s.STATES]:
+            prompt = tr.prompts[row]
+            wanted = _up_to_a_state(g, before, wanted, prompt, tokens, junction * block)
+            if wanted == 0 or _waits_for_a_state(g, kv, slot, row, hits):
+                break
+            states = _states_left(g, before, before + wanted, end_of_prompt)
         spare = g[s.FREE] - idle - (g[s.WATERMARK] if g[s.RUNNING] > 0 else 0) - g[s.FIXED]
-        end_of_prompt = _end_of_prompt(prompt, tokens)
         if g[s.RESERVES] and _reserved(g, tokens, hits, end_of_prompt) > spare:
             break
         needed = _needed(g, before + wanted, g[s.LOOKAHEAD] * g[s.ADMITS_AHEAD])
-        states = _states_left(g, before, before + wanted, end_of_prompt)
         if taken_by(g, needed - hits, states) > spare:
             break
         if slot < 0:
@@ -417,13 +417,14 @@ def _schedule_running(g, x, w, sl, f, r, tr, kv, threshold, defers):
             if 0 < threshold < wanted:
                 wanted = threshold
             wanted = min(wanted, budget - beside)
-            if prefills:
+            if prefills and g[s.STATES]:
                 wanted = _part_of_prompt(g, sl, slot, wanted)
                 if wanted == 0:
                     continue
-        needed = _needed(g, before + wanted, g[s.LOOKAHEAD])
-        end_of_prompt = _end_of_prompt(sl[slot, s.PROMPT], known)
-        states = _states_left(g, before, before + wanted, end_of_prompt)
+        needed, states = _needed(g, before + wanted, g[s.LOOKAHEAD]), 1
+        if prefills and g[s.TWO_EVERY]:
+            end_of_prompt = _end_of_prompt(sl[slot, s.PROMPT], known)
+            states = _states_left(g, before, before + wanted, end_of_prompt)
         fits, omitted = True, 0
         slide(g, sl, kv, slot, settled_before(g, sl, slot))
         while taken_by(g, needed - sl[slot, s.BLOCKS], states) > g[s.FREE]:
@@ -524,7 +525,8 @@ def _calm_prefill(g, sl, threshold, defers):
     wanted = sl[slot, s.PROMPT] + sl[slot, s.ANSWERED] - sl[slot, s.COMPUTED]
     if 0 < threshold < wanted:
         wanted = threshold
-    return _part_of_prompt(g, sl, slot, min(wanted, g[s.BUDGET] - g[s.DECODING]))
+    wanted = min(wanted, g[s.BUDGET] - g[s.DECODING])
+    return _part_of_prompt(g, sl, slot, wanted) if g[s.STATES] else wanted
 
 
 @inner
@@ -609,11 +611,12 @@ def _schedule_calmly(g, w, sl, r, kv, threshold, defers):
     slot = g[s.LAST_PREFILL]
     blocks = states = 0
     if wanted > 0:
-        before = sl[slot, s.COMPUTED]
+        before, states = sl[slot, s.COMPUTED], 1
         blocks = (before + wanted + block - 1) // block
-        known = sl[slot, s.PROMPT] + sl[slot, s.ANSWERED]
-        end_of_prompt = _end_of_prompt(sl[slot, s.PROMPT], known)
-        states = _states_left(g, before, before + wanted, end_of_prompt)
+        if g[s.TWO_EVERY]:
+            known = sl[slot, s.PROMPT] + sl[slot, s.ANSWERED]
+            end_of_prompt = _end_of_prompt(sl[slot, s.PROMPT], known)
+            states = _states_left(g, before, before + wanted, end_of_prompt)
         if needed + taken_by(g, blocks - sl[slot, s.BLOCKS], states) > g[s.FREE]:
             return False
     batch = batch_at(g, g[s.STEP])
