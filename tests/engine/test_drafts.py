@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -168,4 +169,6 @@ def test_what_a_method_takes_is_what_vllm_says_it_takes(
         assert drafts is not None
         assert drafts.slots == asked.max_num_new_slots_for_drafting
         assert drafts.lookahead_tokens == config.num_lookahead_tokens
-        assert drafts.drops_hit == asked.use_eagle_block_drop()
+        assert drafts.is_eagle == asked.use_eagle()
+        shape = replace(a_shape(), drafts=drafts, vllm_version=serve.vllm_version())
+        assert shape.drops_hit == asked.use_eagle_block_drop()

@@ -179,8 +179,11 @@ class Prompt(Protocol):
     def token_ids(self) -> list[int]:
         """Return the tokens themselves."""
 
-    def block_keys(self, block_size: int) -> list[bytes]:
-        """Return a key for each full block that two prompts share if they agree up to it."""
+    def block_keys(self, block_size: int, ahead: int = 0) -> list[bytes]:
+        """Return a key for each full block that two prompts share if they agree up to it.
+
+        And up to so many tokens `ahead` of it, which there have to be.
+        """
 
     def answer_key(self, row: int, end: int) -> bytes:
         """Return the key of a block that ends in the answer, as a next turn may have it."""

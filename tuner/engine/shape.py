@@ -187,13 +187,16 @@ NO_GRAPHS = Graphs()
 
 
 EAGLES: Final = ("eagle", "eagle3", "mtp", "dflash", "dspark")
-"""Methods that draft from hidden states: these take blocks ahead, and drop the last of a hit.
+"""Methods that draft from hidden states: these take blocks ahead.
 
 Source: vllm/config/speculative.py, SpeculativeConfig.use_eagle.
 """
 
 FILLING: Final = ("dflash", "dspark")
 """Those of them that draft all tokens at once, of which some read one more."""
+
+HEADS: Final = tuple(method for method in EAGLES if method not in FILLING)
+"""Those that draft token by token."""
 
 DRAFT_MODEL: Final = "draft_model"
 """Drafting by a model of its own, which takes blocks ahead too."""
@@ -224,8 +227,8 @@ class Drafts:
             raise UsageError(f"drafts.tokens must be 1 or more, got {self.tokens}")
 
     @property
-    def drops_hit(self) -> bool:
-        """Whether the last block of a prefix that is found cached is computed anew."""
+    def is_eagle(self) -> bool:
+        """Whether it drafts from hidden states."""
         return self.method in EAGLES
 
     @property
@@ -234,7 +237,7 @@ class Drafts:
 
         Source: vllm/config/vllm.py, VllmConfig.num_lookahead_tokens.
         """
-        reads_ahead = self.drops_hit or self.method == DRAFT_MODEL
+        reads_ahead = self.is_eagle or self.method == DRAFT_MODEL
         return self.tokens + self.fills_in if reads_ahead else 0
 
 
@@ -401,6 +404,24 @@ class EngineShape:
     def lookahead_tokens(self) -> int:
         """For how many tokens ahead of a batch what drafts writes keys and values."""
         return 0 if self.drafts is None else self.drafts.lookahead_tokens
+
+    @property
+    def drops_hit(self) -> bool:
+        """Whether the last block of a prefix that is found cached is computed anew.
+
+        Up to 0.32, since what drafts reads the token behind it. Source: of `hashed_ahead`.
+        """
+        return self.drafts is not None and self.drafts.is_eagle and not self.is_since(33)
+
+    @property
+    def hashed_ahead(self) -> int:
+        """How many tokens behind a block it is found by too, which what drafts reads with it.
+
+        Source: vllm/config/vllm.py, VllmConfig.num_hash_lookahead_tokens;
+            vllm/config/speculative.py, SpeculativeConfig.use_eagle_block_drop.
+        """
+        reads = self.drafts is not None and self.drafts.method in HEADS
+        return int(reads and self.is_since(33))
 
     @property
     def counts_slots_by_step(self) -> bool:

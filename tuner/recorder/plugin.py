@@ -67,6 +67,7 @@ PRESENCE: Final = ("lora_config", "kv_transfer_config")
 DRAFTING: Final = (
     *("method", "num_speculative_tokens", "max_num_new_slots_for_drafting"),
     *("num_speculative_tokens_per_batch_size", "disable_eagle_block_drop"),
+    "disable_lookahead_block_hashes",
 )
 """What is kept of how an engine drafts, where it does.
 

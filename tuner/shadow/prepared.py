@@ -130,19 +130,20 @@ class PreparedTrace:
         """Which prompts hold the turn before them, answer included, where turns wait for it."""
         return held_answers(self.trace) if self.is_causal else None
 
-    def own_keys(self, block: int, first_key: int) -> tuple[NDArray[Any], int]:
+    def own_keys(self, block: int, ahead: int, first_key: int) -> tuple[NDArray[Any], int]:
         """Give keys to the blocks that others hold of a row and that are no beginning.
 
-        Returns for each row the key that its first block would have, and how many keys there
-        are with those before `first_key`.
+        A block is one with so many tokens `ahead` of it. Returns for each row the key that its
+        first block would have, and how many keys there are with those before `first_key`.
 
         Shapes: [n].
         """
         firsts = np.zeros(len(self.trace), np.int64)
         if self.held is None:
             return fixed(firsts, np.int64), first_key
-        begins = np.maximum(self.chains[2], self.held.held) // block
-        counts = np.maximum(self.held.reached // block - begins, 0)
+        known = np.maximum(np.maximum(self.chains[2], self.held.held) - ahead, 0)
+        begins = known // block
+        counts = np.maximum((self.held.reached - ahead) // block - begins, 0)
         rows = np.flatnonzero(counts)
         ends = first_key + np.cumsum(counts[rows])
         firsts[rows] = ends - counts[rows] - begins[rows]

@@ -183,7 +183,8 @@ def integers(
     _go_by_plan(g, plan)
     g[s.TARGETS] = len(prepared.targets)
     recorded = 1 if trace.hashes is None else trace.hashes.block_size
-    g[s.RECORDED_BLOCK], g[s.LINK_KEYS] = recorded, recorded // block + 1
+    g[s.HASHED_AHEAD] = ahead = shape.hashed_ahead
+    g[s.RECORDED_BLOCK], g[s.LINK_KEYS] = recorded, recorded // block + 1 + ahead
     longest, answer = prepared.longest(shape.max_model_len)
     _go_by_layout(g, engine, (longest + _go_by_drafts(g, shape)) // block + 2)
     # The calendar has days for more steps than any answer takes, a power of two.
@@ -202,7 +203,9 @@ def _go_by_slots(g: NDArray[np.int64], shape: EngineShape, limits: EngineLimits)
 def _go_by_drafts(g: NDArray[np.int64], shape: EngineShape) -> int:
     """Set how much decoding requests verify; return for how many tokens ahead there is room."""
     g[s.DRAFTS], g[s.LOOKAHEAD] = shape.draft_tokens, shape.lookahead_tokens
-    g[s.DROPS_HIT] = shape.drafts is not None and shape.drafts.drops_hit
+    g[s.DROPS_HIT] = shape.drops_hit
+    # Since 0.33 what is accepted has its keys at once, of a synchronous engine too.
+    g[s.KEYS_AT_ONCE] = shape.asynchronous or (shape.drafts is not None and shape.is_since(33))
     batches = 2 if shape.asynchronous else 1
     return batches * shape.draft_tokens + shape.lookahead_tokens
 
@@ -361,7 +364,8 @@ def cache(
     pool[:, s.BEFORE_FREE] = np.roll(np.arange(blocks + 1), 1)
     pool[:, s.SAME_KEY] = pool[:, s.KEYED_IN] = -1
     links, starts, covered, count = prepared.chains
-    firsts, count = prepared.own_keys(int(g[s.BLOCK]), count * int(g[s.LINK_KEYS]))
+    block, ahead = int(g[s.BLOCK]), int(g[s.HASHED_AHEAD])
+    firsts, count = prepared.own_keys(block, ahead, count * int(g[s.LINK_KEYS]))
     heads = np.full(max(1, count * len(layout.looks_back)), -1, np.int32)
     nobody = np.zeros(len(prepared.trace), np.int64)
     of = prepared.held or HeldAnswers(nobody, nobody, nobody)

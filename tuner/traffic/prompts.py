@@ -46,12 +46,13 @@ class TokenPrompt:
         """Return the tokens."""
         return list(self.ids)
 
-    def block_keys(self, block_size: int) -> list[bytes]:
-        """Return a key for each full block; it tells the tokens up to the block's end."""
+    def block_keys(self, block_size: int, ahead: int = 0) -> list[bytes]:
+        """Return a key for each full block; it tells the tokens up to so many behind it."""
         keys, chain = [], 0
-        for end in range(block_size, len(self.ids) + 1, block_size):
+        for end in range(block_size, len(self.ids) - ahead + 1, block_size):
             chain = hash((chain, *self.ids[end - block_size : end]))
-            keys.append(b"%d:%d" % (chain, end))
+            told = hash((chain, *self.ids[end : end + ahead])) if ahead else chain
+            keys.append(b"%d:%d" % (told, end))
         return keys
 
     def answer_key(self, row: int, end: int) -> bytes:
@@ -78,9 +79,9 @@ class RecordedPrompt:
         """Return the tokens."""
         return self.source.tokens(self.index)
 
-    def block_keys(self, block_size: int) -> list[bytes]:
+    def block_keys(self, block_size: int, ahead: int = 0) -> list[bytes]:
         """Return a key for each full block that equal beginnings share."""
-        return self.source.block_keys(self.index, block_size)
+        return self.source.block_keys(self.index, block_size, ahead)
 
     def answer_key(self, row: int, end: int) -> bytes:  # noqa: ARG002 - the row is the index
         """Return the key that a next turn that holds the answer has there too."""
@@ -143,25 +144,27 @@ class PromptSource:
         priorities = self._trace.priorities
         return 0 if priorities is None else int(priorities[index])
 
-    def block_keys(self, index: int, block_size: int) -> list[bytes]:
+    def block_keys(self, index: int, block_size: int, ahead: int = 0) -> list[bytes]:
         """Return a key for each full block of block_size tokens of the prompt.
 
         Two prompts have a key in common exactly if what was recorded of them agrees up to that
-        block's end: hashed blocks by their chained ids, all else is the request's own, and so
-        is its answer (`own_key`).
+        block's end, and so many tokens `ahead` of it: hashed blocks by their chained ids, all
+        else is the request's own, and so is its answer (`own_key`).
         """
-        end = self.length(index) // block_size * block_size
+        end = (self.length(index) - ahead) // block_size * block_size + ahead
         keys: list[bytes] = []
         for row, _, stop in self._parts(index, end):
             # A block that ends in another's tokens is that one's, wherever it begins.
-            keys += self._keys(row, len(keys) * block_size, stop, block_size)
+            keys += self._keys(row, len(keys) * block_size, stop - ahead, block_size, ahead)
         return keys
 
     def _parts(self, index: int, end: int) -> list[tuple[int, int, int]]:
         """Return whose tokens the first `end` of a prompt are, as `HeldAnswers.parts` does."""
         return [(index, 0, end)] if self._held is None else self._held.parts(index, end)
 
-    def _keys(self, index: int, begin: int, stop: int, block_size: int) -> list[bytes]:
+    def _keys(
+        self, index: int, begin: int, stop: int, block_size: int, ahead: int
+    ) -> list[bytes]:
         """Return the keys of blocks between two tokens of a prompt and its answer."""
         n, hashes = self.length(index), self._trace.hashes
         ids: list[int] = [] if hashes is None else hashes.row_array(index).tolist()
@@ -169,10 +172,10 @@ class PromptSource:
         covered, keys = min(len(ids) * recorded, n), list[bytes]()
         chain, taken = b"", 0
         for end in range(begin + block_size, stop + 1, block_size):
-            if end > covered:
+            if end + ahead > covered:
                 keys.append(own_key(index, end))
                 continue
-            needed = (end - 1) // recorded + 1
+            needed = (end + ahead - 1) // recorded + 1
             while taken < needed:
                 # Python's own hash takes -1 for -2, and numbers modulo a prime.
                 link = ids[taken].to_bytes(8, "little", signed=True)

@@ -19,8 +19,8 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Emitted, Prompt
 from tuner.engine.shape import (
     DRAFT_MODEL,
-    FILLING,
     FULL_ATTENTION,
+    HEADS,
     RETENTION,
     Drafts,
     EngineShape,
@@ -94,10 +94,9 @@ def _go_by(drafting: Any, drafts: Drafts) -> None:
 
     Of what drafts nothing is asked but which kind it is, and how it drafts all at once.
     """
-    if not drafts.drops_hit and drafts.method != DRAFT_MODEL:
+    if not drafts.is_eagle and drafts.method != DRAFT_MODEL:
         return
-    is_head = drafts.drops_hit and drafts.method not in FILLING
-    drafting.method = "eagle" if is_head else drafts.method
+    drafting.method = "eagle" if drafts.method in HEADS else drafts.method
     drafting.parallel_drafting = drafts.slots > (drafts.method == DRAFT_MODEL)
     model = SimpleNamespace(sample_from_anchor=not drafts.fills_in, architectures=())
     drafting.draft_model_config = SimpleNamespace(hf_config=model, architectures=())
@@ -262,10 +261,12 @@ class SchedulerCore:
     def _hasher(self, row: int, prompt: Prompt) -> Any:
         """Return the hasher of a request's blocks: the prompt's keys, then its own."""
         size = self.block_size
-        keys = prompt.block_keys(size)
+        # Since 0.33 the hash of a block may be of a token behind it too.
+        ahead = int(getattr(self.scheduler, "num_hash_lookahead_tokens", 0))
+        keys = prompt.block_keys(size, ahead)
 
         def hasher(request: Any) -> list[bytes]:
-            have, full = len(request.block_hashes), request.num_tokens // size
+            have, full = len(request.block_hashes), (request.num_tokens - ahead) // size
             if full <= have:
                 return []
             begin = max(have, len(keys))

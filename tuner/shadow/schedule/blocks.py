@@ -81,12 +81,12 @@ def key_at(g, kv, row, at, group):
 
     What it holds of the turn before it has that turn's keys. Each group has its own.
     """
-    end = (at + 1) * g[s.BLOCK]
+    end = (at + 1) * g[s.BLOCK] + g[s.HASHED_AHEAD]
     while end <= kv.held[row]:
         row = kv.before[row]
     if end <= kv.covered[row]:
         link = (end - 1) // g[s.RECORDED_BLOCK]
-        first = (link * g[s.RECORDED_BLOCK]) // g[s.BLOCK]
+        first = (link * g[s.RECORDED_BLOCK]) // g[s.BLOCK] - g[s.HASHED_AHEAD]
         key = np.int64(kv.links[kv.starts[row] + link]) * g[s.LINK_KEYS] + at - first
         return key * g[s.GROUPS] + group
     if end <= kv.reached[row]:

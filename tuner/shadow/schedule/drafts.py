@@ -88,7 +88,7 @@ def bring_out(g, w, t, sl, kv, step, slot):
     sl[slot, s.ANSWERED] = min(sl[slot, s.ANSWERED] + 1 + accepted, sl[slot, s.OUTPUT])
     if sl[slot, s.STATE] == s.VERIFIES:
         sl[slot, s.COMPUTED] -= abs(drafted) - accepted
-        if g[s.AHEAD] and g[s.IS_CACHED]:
+        if g[s.KEYS_AT_ONCE] and g[s.IS_CACHED]:
             known = sl[slot, s.PROMPT] + sl[slot, s.ANSWERED]
             cache_up_to(g, sl, kv, slot, known - 1, -1)
     if sl[slot, s.ANSWERED] == sl[slot, s.OUTPUT]:

@@ -38,7 +38,7 @@ def _finish(g, x, w, sl, f, r, q, kv, tr, slot):
     if sl[slot, s.STATE] == s.PREEMPTED:
         stop_waiting(g, w, slot)
     else:
-        if g[s.AHEAD] and g[s.IS_CACHED]:
+        if g[s.KEYS_AT_ONCE] and g[s.IS_CACHED]:
             computed = sl[slot, s.PROMPT] + sl[slot, s.OUTPUT] - 1
             cache_up_to(g, sl, kv, slot, computed, -1)
         held_blocks(g, sl, slot)

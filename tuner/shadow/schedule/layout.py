@@ -62,16 +62,19 @@ NOBODY, PREFILLS, DECODES, PREEMPTED, VERIFIES = range(5)
     STATES, TWO_EVERY, PARTS_BEFORE_LAST, KEYS_ANEW, FIXED,
     # How many DRAFTS each request verifies in a step, how many tokens ahead of a batch have
     # their blocks too, and whether the last block of a hit is dropped since drafts need its
-    # hidden states; whether who is admitted has blocks ahead, and by which rule a lone token
-    # is padded; how much of the budget each request takes, and BESIDE the tokens of a step that
-    # it is in, where it does not go by the cap.
-    DRAFTS, LOOKAHEAD, DROPS_HIT, ADMITS_AHEAD, PADDING, DRAFT_SLOTS, BESIDE,
+    # hidden states, or how many tokens behind a block it is found by too; whether blocks have
+    # their keys as soon as tokens are there, and not in the step after.
+    DRAFTS, LOOKAHEAD, DROPS_HIT, HASHED_AHEAD, KEYS_AT_ONCE,
+    # Whether who is admitted has blocks ahead, and by which rule a lone token is padded; how
+    # much of the budget each request takes, and BESIDE the tokens of a step that it is in,
+    # where it does not go by the cap.
+    ADMITS_AHEAD, PADDING, DRAFT_SLOTS, BESIDE,
     # Where the parts of the work array begin.
     AT_RUN, AT_CALENDAR, AT_PHASES, AT_BUCKETS, AT_FRONT, AT_FREE_SLOTS,
     AT_UNSTEADY, AT_LONG, AT_OVERTAKES,
     AT_SINGLES, AT_ENDS, AT_BATCHES, AT_MIXED, AT_KNOTS, AT_FACTORS, FACTOR_ROWS,
     FACTOR_COLUMNS, AT_LAUNCHES, AT_RATES, INTEGERS,
-) = range(118)  # fmt: skip
+) = range(120)  # fmt: skip
 
 # The instants and seconds of a replay's state, and the sums over its steps.
 (

@@ -334,7 +334,8 @@ def _admit_waiting(g, w, sl, r, q, tr, kv, budget, threshold, defers):
             sl[slot, s.JUNCTION] = junction
         grow(g, sl, r, kv, slot, needed, states)
         if g[s.IS_CACHED]:
-            cache_up_to(g, sl, kv, slot, min(before + wanted, tokens), g[s.STEP])
+            keyed = min(before + wanted, tokens - g[s.HASHED_AHEAD])
+            cache_up_to(g, sl, kv, slot, keyed, g[s.STEP])
         start_running(g, w, sl, slot)
         is_new = not sl[slot, s.RESUMED]
         is_decode = not is_new and answered > 0 and wanted <= 1 + padded
@@ -450,7 +451,8 @@ def _schedule_running(g, x, w, sl, f, r, tr, kv, threshold, defers):
             g[s.CARRIES] = 1
         grow(g, sl, r, kv, slot, needed, states)
         if g[s.IS_CACHED]:
-            cache_up_to(g, sl, kv, slot, min(before + wanted, known), g[s.STEP])
+            keyed = min(before + wanted, known - g[s.HASHED_AHEAD])
+            cache_up_to(g, sl, kv, slot, keyed, g[s.STEP])
         sl[slot, s.TAKEN] = wanted
         budget -= wanted + beside
         while omitted > 0 and i < g[s.RUN_LENGTH]:
