@@ -156,3 +156,16 @@ def test_random_replays_of_layers_that_keep_states_are_vllms_too() -> None:
     done = [log for log in logs if isinstance(log, ReplayLog)]
     assert sum(log.steps.preempted > 0 for log in done) > 2
     assert sum(log.steps.cached_tokens > 0 for log in done) > 5
+
+
+@pytest.mark.engine
+def test_the_stand_in_knows_which_group_drafts_and_how_states_are_kept() -> None:
+    """Hits are cut by a block in the first alone, and parts of prompts end by the second."""
+    from tuner.engine.compat import serve
+    from tuner.engine.compat.scheduler import kv_cache_config, stand_in_config
+
+    serve.prepare_environment()
+    shape = with_groups(SHARED, {**FULL, "is_eagle_group": True})
+    groups = kv_cache_config(shape, 20).kv_cache_groups
+    assert [group.is_eagle_group for group in groups] == [False, True]
+    assert stand_in_config(shape, EngineLimits(1, 8)).cache_config.mamba_cache_mode == "align"

@@ -182,14 +182,19 @@ def integers(
     _go_by_version(g, shape)
     _go_by_plan(g, plan)
     g[s.TARGETS] = len(prepared.targets)
-    recorded = 1 if trace.hashes is None else trace.hashes.block_size
-    g[s.HASHED_AHEAD] = ahead = shape.hashed_ahead
-    g[s.RECORDED_BLOCK], g[s.LINK_KEYS] = recorded, recorded // block + 1 + ahead
+    _go_by_keys(g, shape, 1 if trace.hashes is None else trace.hashes.block_size)
     longest, answer = prepared.longest(shape.max_model_len)
     _go_by_layout(g, engine, (longest + _go_by_drafts(g, shape)) // block + 2)
     # The calendar has days for more steps than any answer takes, a power of two.
     g[s.LAST_DAY] = (1 << (answer + 1).bit_length()) - 1
     return g
+
+
+def _go_by_keys(g: NDArray[np.int64], shape: EngineShape, recorded: int) -> None:
+    """Set what blocks are found by: beginnings of prompts, known in steps of so many tokens."""
+    ahead = shape.hashed_ahead
+    g[s.RECORDED_BLOCK], g[s.HASHED_AHEAD] = recorded, ahead
+    g[s.LINK_KEYS] = recorded // shape.block_size + 1 + ahead
 
 
 def _go_by_slots(g: NDArray[np.int64], shape: EngineShape, limits: EngineLimits) -> None:

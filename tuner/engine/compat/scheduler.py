@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from tuner.engine.compat.core import change_limits, limit_names
 from tuner.engine.compat.serve import parse_serve_values, quiet, resolve_config
-from tuner.engine.compat.shape import plain_group
+from tuner.engine.compat.shape import DRAFTS_IN, plain_group
 from tuner.engine.demo import demo_engine_args
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Emitted, Prompt
@@ -112,7 +112,9 @@ def kv_cache_config(shape: EngineShape, num_blocks: int) -> Any:
         num_blocks=num_blocks,
         kv_cache_tensors=[],
         kv_cache_groups=[
-            KVCacheGroupSpec([f"shadow {number}"], _spec(group))
+            KVCacheGroupSpec(
+                [f"shadow {number}"], _spec(group), is_eagle_group=bool(group.get(DRAFTS_IN))
+            )
             for number, group in enumerate(groups)
         ],
     )

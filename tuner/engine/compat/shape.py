@@ -64,8 +64,18 @@ def read_shape(
     shape = _shape(vllm_config, int(vllm_config.cache_config.block_size), device, version)
     kinds = " and ".join(type(spec).__name__ for spec in specs)
     kept = getattr(kv_cache_config, RETENTION, None)
-    groups = tuple(plain_group(spec, kept) for spec in specs)
+    groups = tuple(
+        {**plain_group(spec, kept), **({DRAFTS_IN: True} if _has(group, DRAFTS_IN) else {})}
+        for spec, group in zip(specs, kv_cache_config.kv_cache_groups, strict=True)
+    )
     return replace(shape, kv_kind=kinds, kv_groups=groups, block_bytes=bytes_each)
+
+
+DRAFTS_IN: Final = "is_eagle_group"
+"""Whether layers that draft are in a group: its hits alone are cut by a block.
+
+Source: vllm/v1/kv_cache_interface.py, KVCacheGroupSpec.
+"""
 
 
 def plain_group(spec: Any, retention: int | None) -> KvGroup:

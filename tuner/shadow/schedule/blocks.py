@@ -124,17 +124,6 @@ def _remember(g, kv, slot, block, key):
     kv.pool[last, s.SAME_KEY] = block
 
 
-@inlined
-def is_keyed_now(g, kv, slot, key):
-    """Whether a state got a key in the step that is being put together."""
-    block = find_block(g, kv, slot, key)
-    while block >= 0:
-        if kv.pool[block, s.KEYED_IN] == g[s.STEP]:
-            return True
-        block = kv.pool[block, s.SAME_KEY]
-    return False
-
-
 @inner
 def blocks_of_window(g):
     """Return of how many blocks before its end a hit needs all, where layers look back."""

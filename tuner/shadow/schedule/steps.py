@@ -20,7 +20,6 @@ from tuner.shadow.schedule.blocks import (
     cache_up_to,
     find_block,
     grow,
-    is_keyed_now,
     key_anew,
     key_at,
     slide,
@@ -41,6 +40,14 @@ from tuner.shadow.schedule.decoding import (
 )
 from tuner.shadow.schedule.drafts import drafts_of_step, padding, to_verify, verify
 from tuner.shadow.schedule.layout import inlined, inner
+from tuner.shadow.schedule.states import (
+    end_of_prompt,
+    part_of_prompt,
+    states_left,
+    states_of_part,
+    up_to_a_state,
+    waits_for_a_state,
+)
 from tuner.shadow.schedule.waiting import (
     compact,
     head_of_queue,
@@ -182,91 +189,14 @@ def _adopt(g, sl, kv, slot, hits):
 
 
 @inlined
-def _reserved(g, tokens, hits, end_of_prompt):
+def _reserved(g, tokens, hits, last):
     """Return how many blocks have to be free for a request to be computed to its end."""
     full = (tokens + g[s.BLOCK] - 1) // g[s.BLOCK]
     if g[s.STATES]:
-        states = _states_left(g, hits * g[s.BLOCK], tokens, end_of_prompt)
+        states = states_left(g, hits * g[s.BLOCK], tokens, last)
         return taken_by(g, full - hits, states)
     in_window = max(0, min(full, g[s.MOST_IN_WINDOW]) - hits)
     return (g[s.GROUPS] - g[s.WINDOWED]) * (full - hits) + g[s.WINDOWED] * in_window
-
-
-@inlined
-def _has_state_at(g, begin, end, at):
-    """Whether what a batch computes of a prompt also leaves the state at a token within."""
-    block = g[s.BLOCK]
-    return (
-        begin % block == 0
-        and (end + block - 1) // block - 2 > (begin - 1) // block
-        and begin + block <= at < end
-        and (at - begin) % g[s.TWO_EVERY] == 0
-    )
-
-
-@inlined
-def _states_left(g, begin, end, end_of_prompt):
-    """Return how many states a batch leaves of a prompt, the last of them at its end."""
-    if g[s.TWO_EVERY] == 0 or (g[s.RETENTION] == 0 and end < end_of_prompt):
-        return 1
-    return 1 + _has_state_at(g, begin, end, (end - 1) // g[s.BLOCK] * g[s.BLOCK])
-
-
-@inlined
-def _end_of_prompt(prompt, known):
-    """Return up to where a request computes what is known: its prompt, or tokens before."""
-    return max(prompt, known - 1)
-
-
-@inlined
-def _up_to_a_state(g, begin, wanted, prompt, known, junction):
-    """Return how much of a prompt a step computes where layers leave a state behind.
-
-    They leave it where a part of the prompt ends, and others find it only at the end of a
-    block: a part ends there, or where it would pass the last such end, or the last before the
-    tokens where prompts part. What is too short for that waits, but where no part could be as
-    long as a block.
-    """
-    end_of_prompt = _end_of_prompt(prompt, known)
-    if begin >= end_of_prompt:
-        return wanted
-    block, end = g[s.BLOCK], begin + wanted
-    last = (known - g[s.PARTS_BEFORE_LAST]) // block * block
-    before_end = (end_of_prompt - 1) // block * block
-    if g[s.TWO_EVERY] and end >= end_of_prompt and _has_state_at(g, begin, end, before_end):
-        last = begin
-    if end < end_of_prompt:
-        most = min(g[s.BUDGET], g[s.THRESHOLD]) if g[s.THRESHOLD] > 0 else g[s.BUDGET]
-        if end // block * block > begin or block <= most:
-            end = end // block * block
-    begun = (begin // block + 1) * block if begin % block else begin
-    parts = begin + (junction - begin) // block * block if begin < junction < end else begin
-    whole = end
-    for stop in (begun, last, parts):
-        if begin < stop < whole:
-            end = min(end, stop)
-    return max(end - begin, 0)
-
-
-@inlined
-def _part_of_prompt(g, sl, slot, wanted):
-    """Return how much of its prompt a running request computes of what it may."""
-    prompt, junction = sl[slot, s.PROMPT], sl[slot, s.JUNCTION] * g[s.BLOCK]
-    known = prompt + sl[slot, s.ANSWERED]
-    return _up_to_a_state(g, sl[slot, s.COMPUTED], wanted, prompt, known, junction)
-
-
-@inlined
-def _waits_for_a_state(g, kv, slot, row, hits):
-    """Whether the state that a request would go on from is left by another in this step."""
-    if hits == 0:
-        return False
-    for group in range(g[s.GROUPS]):
-        if kv.looks_back[group]:
-            key = key_at(g, kv, row, hits - 1, group)
-            if is_keyed_now(g, kv, slot, key):
-                return True
-    return False
 
 
 @inlined
@@ -306,15 +236,15 @@ def _admit_waiting(g, w, sl, r, q, tr, kv, budget, threshold, defers):
             break
         wanted = min(wanted, budget - beside)
         junction = elsewhere * g[s.JUNCTIONS]
-        states, end_of_prompt = 1, _end_of_prompt(tr.prompts[row], tokens)
+        states, last = 1, end_of_prompt(tr.prompts[row], tokens)
         if g[s.STATES]:
             prompt = tr.prompts[row]
-            wanted = _up_to_a_state(g, before, wanted, prompt, tokens, junction * block)
-            if wanted == 0 or _waits_for_a_state(g, kv, slot, row, hits):
+            wanted = up_to_a_state(g, before, wanted, prompt, tokens, junction * block)
+            if wanted == 0 or waits_for_a_state(g, kv, slot, row, hits):
                 break
-            states = _states_left(g, before, before + wanted, end_of_prompt)
+            states = states_left(g, before, before + wanted, last)
         spare = g[s.FREE] - idle - (g[s.WATERMARK] if g[s.RUNNING] > 0 else 0) - g[s.FIXED]
-        if g[s.RESERVES] and _reserved(g, tokens, hits, end_of_prompt) > spare:
+        if g[s.RESERVES] and _reserved(g, tokens, hits, last) > spare:
             break
         needed = _needed(g, before + wanted, g[s.LOOKAHEAD] * g[s.ADMITS_AHEAD])
         if taken_by(g, needed - hits, states) > spare:
@@ -419,13 +349,12 @@ def _schedule_running(g, x, w, sl, f, r, tr, kv, threshold, defers):
                 wanted = threshold
             wanted = min(wanted, budget - beside)
             if prefills and g[s.STATES]:
-                wanted = _part_of_prompt(g, sl, slot, wanted)
+                wanted = part_of_prompt(g, sl, slot, wanted)
                 if wanted == 0:
                     continue
         needed, states = _needed(g, before + wanted, g[s.LOOKAHEAD]), 1
         if prefills and g[s.TWO_EVERY]:
-            end_of_prompt = _end_of_prompt(sl[slot, s.PROMPT], known)
-            states = _states_left(g, before, before + wanted, end_of_prompt)
+            states = states_of_part(g, sl, slot, before, before + wanted)
         fits, omitted = True, 0
         slide(g, sl, kv, slot, settled_before(g, sl, slot))
         while taken_by(g, needed - sl[slot, s.BLOCKS], states) > g[s.FREE]:
@@ -528,7 +457,7 @@ def _calm_prefill(g, sl, threshold, defers):
     if 0 < threshold < wanted:
         wanted = threshold
     wanted = min(wanted, g[s.BUDGET] - g[s.DECODING])
-    return _part_of_prompt(g, sl, slot, wanted) if g[s.STATES] else wanted
+    return part_of_prompt(g, sl, slot, wanted) if g[s.STATES] else wanted
 
 
 @inner
@@ -616,9 +545,7 @@ def _schedule_calmly(g, w, sl, r, kv, threshold, defers):
         before, states = sl[slot, s.COMPUTED], 1
         blocks = (before + wanted + block - 1) // block
         if g[s.TWO_EVERY]:
-            known = sl[slot, s.PROMPT] + sl[slot, s.ANSWERED]
-            end_of_prompt = _end_of_prompt(sl[slot, s.PROMPT], known)
-            states = _states_left(g, before, before + wanted, end_of_prompt)
+            states = states_of_part(g, sl, slot, before, before + wanted)
         if needed + taken_by(g, blocks - sl[slot, s.BLOCKS], states) > g[s.FREE]:
             return False
     batch = batch_at(g, g[s.STEP])
