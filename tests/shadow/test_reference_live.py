@@ -249,7 +249,9 @@ SAME_STATES = RandomTraffic(5, 24, 2000.0, 600, 200, families=2, hash_block=128)
         pytest.param(ROOMY, EngineLimits(4, 64), id="room"),
         pytest.param(SAME_STATES, LIVE_CEILING, id="shared prefixes"),
         # No part of a prompt is as long as a block.
-        pytest.param(SAME_STATES, EngineLimits(16, 100), id="small budget"),
+        pytest.param(
+            SAME_STATES, EngineLimits(16, 100), id="small budget", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_every_step_of_a_model_with_states_is_scheduled_alike_too(
