@@ -257,11 +257,10 @@ def _go_by_version(g: NDArray[np.int64], shape: EngineShape) -> None:
     g[s.OMITS] = shape.has_priorities and not shape.is_since(28)
     g[s.YIELDS] = shape.has_priorities and shape.is_since(33)
     # Up to 0.22 who is admitted has no blocks ahead of what it drafts, up to 0.24 no lone token
-    # is padded; up to 0.29 it waits where that does not fit.
+    # is padded, up to 0.28 it waits where that does not fit, up to 0.29 it is beside others.
     g[s.ADMITS_AHEAD] = shape.is_since(23)
-    g[s.PADDING] = s.PADS_OR_WAITS if shape.is_since(25) else s.NEVER_PADS
-    if shape.is_since(30):
-        g[s.PADDING] = s.PADS_WHERE_IT_FITS
+    since = [shape.is_since(minor) for minor in (25, 29, 30)]
+    g[s.PADDING] = (s.NEVER_PADS, s.PADS_OR_WAITS, s.PADS_BESIDE, s.PADS_ALONE)[sum(since)]
     interval = int(_option(shape, "prefill_schedule_interval", 1)) if shape.is_since(33) else 1
     g[s.INTERVAL], g[s.CARRIED] = interval, -interval
 

@@ -24,16 +24,13 @@ def padding(g, carries, ran, before, wanted, budget):
     """
     if g[s.PADDING] == s.NEVER_PADS or g[s.DRAFTS] == 0 or wanted != 1 or carries:
         return 0
-    padded = 1 + g[s.DRAFTS]
-    if g[s.PADDING] == s.PADS_OR_WAITS:
-        if ran == 0:
-            return 0
-        waits = before + padded > g[s.MAX_LENGTH]
-    else:
-        if (ran == 0 and before == 0) or before + padded + 1 > g[s.MAX_LENGTH]:
-            return 0
-        waits = False
-    return -1 if waits or padded > budget else g[s.DRAFTS]
+    if ran == 0 and (before == 0 or g[s.PADDING] != s.PADS_ALONE):
+        return 0
+    padded, waits = 1 + g[s.DRAFTS], g[s.PADDING] == s.PADS_OR_WAITS
+    fits = before + padded + (not waits) <= g[s.MAX_LENGTH]
+    if not fits and not waits:
+        return 0
+    return g[s.DRAFTS] if fits and padded <= budget else -1
 
 
 @inner

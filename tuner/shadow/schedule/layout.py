@@ -103,8 +103,9 @@ COMPLETED, REFUSED, TIMED_OUT, ABORTED, UNFINISHED, TURNED_AWAY, TRUNCATED, GOES
 # Whether the layers of a group need all of the past.
 SEES_ALL, LOOKS_BACK = range(2)
 
-# Rules by which a lone token is padded to the shape of a batch that verifies drafts.
-NEVER_PADS, PADS_OR_WAITS, PADS_WHERE_IT_FITS = range(3)
+# Rules by which a lone token is padded to the shape of a batch that verifies drafts: never,
+# beside others or it waits, beside them where it fits, or alone where it goes on from a hit.
+NEVER_PADS, PADS_OR_WAITS, PADS_BESIDE, PADS_ALONE = range(4)
 
 # How requests arrive.
 OPEN, CAUSAL, CLOSED, BATCHES = range(4)
