@@ -93,6 +93,17 @@ def test_a_knob_that_pays_gains_what_such_an_engine_is_predicted_to() -> None:
     assert "left as it is" in watermark.says
 
 
+def test_a_prefix_cache_of_states_is_not_predicted_but_started() -> None:
+    groups = (
+        {"kind": "FullAttentionSpec", "block_size": a_profile().shape.block_size},
+        {"kind": "MambaSpec", "mamba_cache_mode": "none", "num_speculative_blocks": 0},
+    )
+    profile = profile_of(kv_kind="FullAttentionSpec and MambaSpec", kv_groups=groups)
+    advice = advice_on(profile, SHARED, "prefix-caching")
+    assert not advice.is_deployed
+    assert "--variant starts one" in advice.findings[0].says
+
+
 def test_limits_are_looked_at_again_with_the_knobs_turned() -> None:
     far = EngineLimits(2, 512)
     advice = advice_on(profile_of(), SHARED, "prefix-caching", limits=far)

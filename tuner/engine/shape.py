@@ -406,6 +406,11 @@ class EngineShape:
         return 0 if self.drafts is None else self.drafts.lookahead_tokens
 
     @property
+    def has_states(self) -> bool:
+        """Whether some layers keep a state in place of keys and values."""
+        return any(group.get("kind") == STATE for group in self.kv_groups)
+
+    @property
     def drops_hit(self) -> bool:
         """Whether the last block of a prefix that is found cached is computed anew.
 

@@ -132,7 +132,10 @@ def kv_times(place: Place, ratio: float) -> Change:
 
 
 def _prefix_caching(place: Place) -> Sequence[Change] | str:
-    is_on = place.predictor.profile.shape.prefix_caching
+    shape = place.predictor.profile.shape
+    is_on = shape.prefix_caching
+    if shape.has_states:
+        return "states are kept in blocks of another size with it: --variant starts one"
     if not is_on and all(piece.hashes is None for piece in place.pieces):
         return "the trace records no prefixes (hash_ids), by which prompts could be shared"
     text = "off" if is_on else "on"
