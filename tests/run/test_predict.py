@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +24,7 @@ from tuner.run.context import Workload
 from tuner.run.directory import TRIALS_FILE
 from tuner.run.drawing import Drawing
 from tuner.run.predict import Predictions, capacity_per_s, cross_check, offered_per_s, predict
-from tuner.run.sessions.shadow import predict_space
+from tuner.run.sessions.shadow import predict_space, that_can_be_asked
 from tuner.search.budget import Aim
 from tuner.search.objective import Objective, Scoring, Tier
 from tuner.search.race import RaceVerdict
@@ -228,3 +231,52 @@ def test_what_raced_is_compared_with_what_was_predicted_of_it(tmp_path: Path) ->
     assert {limits for limits, _ in differences} == {CURRENT}
     measured, predicted_s = differences[CURRENT, "tpot_p50"]
     assert predicted_s < 0.7 * measured
+
+
+@dataclass
+class Asked:
+    """vLLM's own scheduler in place of the simulator: slow, and slowest at the smallest cap."""
+
+    now_s: float = 0.0
+    doubt: str = "another kind of KV cache"
+
+    def as_deployed(self) -> Asked:
+        """Return the predictor of engines as they are deployed."""
+        return self
+
+    def cost_s(self, trace: Trace, limits: EngineLimits) -> float:
+        """Return how long a replay takes."""
+        each_s = 1e-5 if limits.max_num_seqs > 1 else 1e-4
+        return each_s * int(trace.prompt_tokens.sum() + trace.output_tokens.sum())
+
+    def measure(self, pieces: Sequence[Trace], limits: EngineLimits, _: ReplayPlan) -> None:
+        """Replay some pieces."""
+        self.now_s += sum(self.cost_s(piece, limits) for piece in pieces)
+
+
+@pytest.mark.parametrize("left_s", [20.0, 60.0, 1500.0])
+def test_vllms_own_scheduler_is_asked_about_what_the_time_holds(
+    monkeypatch: pytest.MonkeyPatch, left_s: float
+) -> None:
+    """Of a trace with a burst that is ten times as dense as the rest."""
+    due_s = np.sort(np.concatenate([np.arange(0.0, 600.0, 1.0), np.arange(300.0, 330.0, 0.1)]))
+    trace, aim = a_trace(due_s, 100, 50), Aim(Objective.BALANCED, (), ReplayPlan(), None)
+    settings, notes = [EngineLimits(cap, 2048) for cap in (1, 2, 4, 8, 16, 32)], list[str]()
+    asked = Asked()
+    monkeypatch.setattr("tuner.run.sessions.shadow.time.monotonic", lambda: asked.now_s)
+    context: Any = SimpleNamespace(
+        trace=trace,
+        aim=aim,
+        left_s=left_s,
+        space=SimpleNamespace(current=CURRENT),
+        listener=SimpleNamespace(note=notes.append),
+    )
+    predictor: Any = asked
+    found = that_can_be_asked(context, predictor, Workload.of_whole(trace, aim), settings)
+    (piece,) = found.pieces
+    took_s = sum(asked.cost_s(piece, limits) for limits in settings)
+    assert took_s < 0.22 * left_s
+    assert (piece.duration_s == trace.duration_s) == (left_s == 1500.0)
+    if left_s < 1500.0:
+        assert took_s > 0.1 * left_s
+        assert "is predicted, as the time holds it" in notes[0]

@@ -143,7 +143,10 @@ class PredictedSearch:
                 return
             replay_longer(self.runner, self.learning.begun, chosen, wall_ratio, time_s)
             looked.update(chosen)
-            settings = self.finalists(self.learning.fitted(agreement=profile.agreement))
+            # vLLM's own scheduler may take longer than is left: who was out stays out.
+            is_late = self.known.predictor.doubt and self._anew_s > self.context.left_s
+            among = settings if is_late else ()
+            settings = self.finalists(self.learning.fitted(agreement=profile.agreement), among)
 
     @property
     def _anew_s(self) -> float:
@@ -151,14 +154,16 @@ class PredictedSearch:
         taken_s = self.context.stopwatch.stages_s
         return sum(taken_s.get(name, 0.0) for name in ("fit", "shadow"))
 
-    def finalists(self, profile: Profile) -> list[EngineLimits]:
-        """Predict the whole space and return who lies within the profile's error of the best.
+    def finalists(
+        self, profile: Profile, among: Sequence[EngineLimits] = ()
+    ) -> list[EngineLimits]:
+        """Predict the space, or some of it, and return who may be the best by the profile.
 
         Raises: ShadowError if the profile is too wrong to rank by; TooFewSamplesError.
         """
         check_rank_by(profile)
         context, predictor = self.context, self.learning.predictor_of(profile)
-        self.foretold = known = predict_space(context, predictor)
+        self.foretold = known = predict_space(context, predictor, among)
         with context.stopwatch.stage("draw"):
             drawing = Drawing(predictor.as_deployed(), known.predictions)
             found = drawing.contend(context.space.current, confidence=context.aim.confidence)

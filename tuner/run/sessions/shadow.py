@@ -21,6 +21,7 @@ from tuner.errors import (
     UsageError,
 )
 from tuner.replay.metrics import Measurement
+from tuner.replay.plan import ReplayPlan
 from tuner.replay.series import timeline_record
 from tuner.run.context import RunContext, Workload
 from tuner.run.drawing import Drawing
@@ -31,13 +32,14 @@ from tuner.run.loads.capacity import predict_capacity, tell_headroom
 from tuner.run.loads.records import ClientAdvice
 from tuner.run.options import STARTING_POINTS
 from tuner.run.outcome import RunFindings
-from tuner.run.predict import Foretold, Predictions, predict
+from tuner.run.predict import Foretold, Predictions, predict, predict_more
 from tuner.run.records import ProfileRecord, StartFinding
 from tuner.search.budget import window_text
 from tuner.search.ladder import at_edge
 from tuner.search.race import RaceDecision, RaceVerdict
 from tuner.shadow.calibration import check_rank_by
 from tuner.shadow.predictor import Predictor
+from tuner.traffic.traces import Trace
 from tuner.traffic.windows import busiest, whole
 
 
@@ -53,16 +55,24 @@ def profile_record(predictor: Predictor) -> ProfileRecord:
     )
 
 
-def predict_space(context: RunContext, predictor: Predictor) -> Foretold:
-    """Predict the run's space and put it among the run's trials.
+def predict_space(
+    context: RunContext, predictor: Predictor, among: Sequence[EngineLimits] = ()
+) -> Foretold:
+    """Predict the run's space, or some settings of it, and put it among the run's trials.
 
     Raises: ShadowError, TooFewSamplesError, UsageError.
     """
     with context.stopwatch.stage("shadow"):
         workload = Workload.of_whole(context.trace, context.aim)
         if predictor.doubt and context.aim.window is None:
-            workload = _that_can_be_asked(context, predictor, workload)
-        predicted = predict(predictor.as_deployed(), context.space, workload)
+            asked = among or context.space.grid()
+            workload = that_can_be_asked(context, predictor, workload, asked)
+        deployed = predictor.as_deployed()
+        if among:
+            settings = [context.space.current, *among]
+            predicted = predict_more(deployed, Predictions(workload), settings)
+        else:
+            predicted = predict(deployed, context.space, workload)
         known = Foretold(predictor, predicted)
         if not predictor.doubt:
             known = known.more(
@@ -81,35 +91,59 @@ MUCH_BEYOND = 0.1
 # What is told beside an answer.
 ADVICE = "knobs, starting points and advice for clients"
 CAPACITY = "how much load it bears"
-# How much traffic tells how long vLLM's scheduler takes, in seconds, and the share of the time
-# that is left which the whole space may take of it: ours.
-PROBE_S, ASKED_SHARE = 60.0, 0.2
+# How much traffic tells how long vLLM's scheduler takes, in seconds, the share of the time that
+# is left which all settings may take of it, and the least traffic that is asked about: ours.
+PROBE_S, ASKED_SHARE, LEAST_ASKED_S = 60.0, 0.2, 6.0
 
 
-def _that_can_be_asked(
-    context: RunContext, predictor: Predictor, workload: Workload
+def that_can_be_asked(
+    context: RunContext,
+    predictor: Predictor,
+    workload: Workload,
+    settings: Sequence[EngineLimits],
 ) -> Workload:
     """Return as much of the trace as vLLM's own scheduler replays at every setting in the time.
 
+    It takes longest at the smallest caps, which make most steps of the same traffic, and where
+    most is due.
+
     Raises: ShadowError, TooFewSamplesError, UsageError.
     """
-    trace, settings = context.trace, len(context.space.grid())
+    trace, plan = context.trace, workload.plan
     if trace.duration_s <= PROBE_S:
         return workload
-    probe = busiest(trace, PROBE_S).of(trace)
-    began_s = time.monotonic()
-    predictor.as_deployed().measure([probe], context.space.current, workload.plan)
-    took_s = max(time.monotonic() - began_s, 1e-3)
-    held_s = PROBE_S * ASKED_SHARE * max(context.left_s, 0.0) / (settings * took_s)
+    probe, fewest = busiest(trace, PROBE_S).of(trace), min(x.max_num_seqs for x in settings)
+    slow = [limits for limits in settings if limits.max_num_seqs <= 2 * fewest]
+    took_s = [_asked_s(predictor, probe, x, plan) for x in (context.space.current, slow[0])]
+    share = len(slow) / len(settings)
+    each_s = (1 - share) * took_s[0] + share * took_s[1]
+    held_s = PROBE_S * ASKED_SHARE * max(context.left_s, 0.0) / (len(settings) * each_s)
     if held_s >= trace.duration_s:
         return workload
-    part, least = busiest(trace, max(held_s, PROBE_S / 10)), context.aim.least_requests
+    part, least = busiest(trace, max(held_s, LEAST_ASKED_S)), context.aim.least_requests
+    # A shorter stretch is busier, and takes longer than its share of the time.
+    denser = _per_s(part.of(trace)) / _per_s(probe)
+    part = busiest(trace, max(held_s / max(denser, 1.0), LEAST_ASKED_S))
     while part.of(trace).measured < least and part.length_s < trace.duration_s:
         part = busiest(trace, 2 * part.length_s)
     context.listener.note(
         f"of the trace {window_text((part,), trace)} is predicted, as the time holds it"
     )
     return Workload.of(workload.name, trace, (part,), context.aim)
+
+
+def _asked_s(
+    predictor: Predictor, probe: Trace, limits: EngineLimits, plan: ReplayPlan
+) -> float:
+    began_s = time.monotonic()
+    predictor.as_deployed().measure([probe], limits, plan)
+    return max(time.monotonic() - began_s, 1e-3)
+
+
+def _per_s(trace: Trace) -> float:
+    """Return how many tokens a second of a trace asks for."""
+    tokens = int(trace.prompt_tokens.sum() + trace.output_tokens.sum())
+    return tokens / max(trace.duration_s, 1e-3)
 
 
 def decide_predicted(context: RunContext, known: Foretold) -> RaceDecision:
