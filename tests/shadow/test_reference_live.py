@@ -128,7 +128,13 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveEngine]:
     yield from _started(GEMMA, tmp_path_factory.mktemp("gemma"), num_blocks=60, **more)
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["shared states", "own states"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(True, id="shared states"),
+        pytest.param(False, id="own states", marks=pytest.mark.slow),
+    ],
+)
 def recurrent(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LiveEngine]:
