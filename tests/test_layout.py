@@ -137,7 +137,8 @@ def test_the_recorder_stays_where_commands_in_production_name_it() -> None:
 LONG = {
     "tuner/shadow/schedule/clock.py": {"note_steps"},
     "tuner/shadow/schedule/replay.py": {"_complete", "_decode_on"},
-    "tuner/shadow/schedule/steps.py": {"_admit_waiting", "_schedule_running"},
+    "tuner/shadow/schedule/admission.py": {"admit_waiting"},
+    "tuner/shadow/schedule/steps.py": {"_schedule_running"},
 }
 
 

@@ -268,11 +268,11 @@ def test_vllms_own_scheduler_is_asked_about_what_the_time_holds(
         trace=trace,
         aim=aim,
         left_s=left_s,
-        space=SimpleNamespace(current=CURRENT),
+        space=SimpleNamespace(current=CURRENT, grid=lambda: settings),
         listener=SimpleNamespace(note=notes.append),
     )
     predictor: Any = asked
-    found = that_can_be_asked(context, predictor, Workload.of_whole(trace, aim), settings)
+    found = that_can_be_asked(context, predictor, Workload.of_whole(trace, aim))
     (piece,) = found.pieces
     took_s = sum(asked.cost_s(piece, limits) for limits in settings)
     assert took_s < 0.22 * left_s

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.same_replay import compare_with_the_reference
+from support.same_replay import compare_many
 from support.shadow_parts import a_shape, simulated
 from support.traffic import a_trace, kept
 from tuner.engine.limits import EngineLimits
@@ -152,10 +152,7 @@ def test_a_request_whose_states_do_not_fit_is_refused() -> None:
 
 @pytest.mark.engine
 def test_random_replays_of_layers_that_keep_states_are_vllms_too() -> None:
-    logs = [compare_with_the_reference(seed, has_states=True) for seed in range(200, 260)]
-    done = [log for log in logs if isinstance(log, ReplayLog)]
-    assert sum(log.steps.preempted > 0 for log in done) > 2
-    assert sum(log.steps.cached_tokens > 0 for log in done) > 5
+    compare_many(range(200, 260), has_states=True)
 
 
 @pytest.mark.engine

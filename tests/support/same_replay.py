@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
 
@@ -89,6 +91,19 @@ def compare_with_the_reference(
         error.add_note(f"the case of seed {seed}")
         raise
     return wanted
+
+
+def compare_many(
+    seeds: Iterable[int], *, has_windows: bool | None = None, has_states: bool = False
+) -> None:
+    """Replay cases on both, of which some have to preempt and some to find prefixes cached."""
+    logs = [
+        compare_with_the_reference(seed, has_windows=has_windows, has_states=has_states)
+        for seed in seeds
+    ]
+    done = [log for log in logs if isinstance(log, ReplayLog)]
+    assert sum(log.steps.preempted > 0 for log in done) > 2
+    assert sum(log.steps.cached_tokens > 0 for log in done) > 5
 
 
 def assert_same_replay(found: ReplayLog, wanted: ReplayLog) -> None:

@@ -174,6 +174,8 @@ def with_layers(
     specs = [group.kv_cache_spec for group in get_kv_cache_groups(config, named)]
     groups = tuple(plain_group(spec, retention) for spec in specs)
     kinds = [str(group["kind"]) for group in groups]
+    if kinds == ["FullAttentionSpec"]:
+        return shape
     return replace(shape, kv_kind=" and ".join(kinds), kv_groups=groups)
 
 

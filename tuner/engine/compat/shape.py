@@ -157,7 +157,10 @@ def _varies(config: Any) -> str:
             _has(config, "num_speculative_tokens_per_batch_size"),
         ),
         (f"{named} that keeps its last block", _has(config, "disable_eagle_block_drop")),
-        (f"{named} of hashes as of old", _has(config, "disable_lookahead_block_hashes")),
+        (
+            f"{named} with disable-lookahead-block-hashes",
+            _has(config, "disable_lookahead_block_hashes"),
+        ),
         # Several modules read further ahead, and no part of a prompt ends near its end.
         (f"{named} by several modules", has_modules is not None and has_modules()),
     )

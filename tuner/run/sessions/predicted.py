@@ -20,7 +20,12 @@ from tuner.run.options import Method
 from tuner.run.predict import DISAGREEMENT, Differences, Foretold, Predictions, cross_check
 from tuner.run.race import PredictedEvidence, race
 from tuner.run.sessions.learning import Learning
-from tuner.run.sessions.shadow import decide_predicted, predict_space, predicted_text
+from tuner.run.sessions.shadow import (
+    decide_predicted,
+    keep_predictions,
+    predict_space,
+    predicted_text,
+)
 from tuner.run.time_plan import (
     RacePlan,
     cold_cost_s,
@@ -38,6 +43,7 @@ from tuner.search.objective import Objective, Tier
 from tuner.search.race import RaceDecision
 from tuner.search.trials import Phase, leader
 from tuner.shadow.calibration import check_rank_by
+from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import KvStart, Profile, read_profile
 from tuner.traffic.windows import Window
 
@@ -163,7 +169,11 @@ class PredictedSearch:
         """
         check_rank_by(profile)
         context, predictor = self.context, self.learning.predictor_of(profile)
-        self.foretold = known = predict_space(context, predictor, among)
+        if among:
+            known = self._predicted_among(predictor, [context.space.current, *among])
+        else:
+            known = predict_space(context, predictor)
+        self.foretold = known
         with context.stopwatch.stage("draw"):
             drawing = Drawing(predictor.as_deployed(), known.predictions)
             found = drawing.contend(context.space.current, confidence=context.aim.confidence)
@@ -173,6 +183,16 @@ class PredictedSearch:
             f"{', '.join(map(str, found.settings)) or 'only the current one'}"
         )
         return [*found.settings, context.space.current]
+
+    def _predicted_among(
+        self, predictor: Predictor, settings: Sequence[EngineLimits]
+    ) -> Foretold:
+        """Predict some settings on the traffic of before. Raises: ShadowError, UsageError."""
+        with self.context.stopwatch.stage("shadow"):
+            before = Predictions(self.known.predictions.workload)
+            known = Foretold(predictor, before).more(settings)
+            keep_predictions(self.context, known.predictions)
+        return known
 
     @property
     def _race_aim(self) -> Aim:

@@ -32,7 +32,7 @@ from tuner.run.loads.capacity import predict_capacity, tell_headroom
 from tuner.run.loads.records import ClientAdvice
 from tuner.run.options import STARTING_POINTS
 from tuner.run.outcome import RunFindings
-from tuner.run.predict import Foretold, Predictions, predict, predict_more
+from tuner.run.predict import Foretold, Predictions, predict
 from tuner.run.records import ProfileRecord, StartFinding
 from tuner.search.budget import window_text
 from tuner.search.ladder import at_edge
@@ -55,24 +55,16 @@ def profile_record(predictor: Predictor) -> ProfileRecord:
     )
 
 
-def predict_space(
-    context: RunContext, predictor: Predictor, among: Sequence[EngineLimits] = ()
-) -> Foretold:
-    """Predict the run's space, or some settings of it, and put it among the run's trials.
+def predict_space(context: RunContext, predictor: Predictor) -> Foretold:
+    """Predict the run's space and put it among the run's trials.
 
     Raises: ShadowError, TooFewSamplesError, UsageError.
     """
     with context.stopwatch.stage("shadow"):
         workload = Workload.of_whole(context.trace, context.aim)
         if predictor.doubt and context.aim.window is None:
-            asked = among or context.space.grid()
-            workload = that_can_be_asked(context, predictor, workload, asked)
-        deployed = predictor.as_deployed()
-        if among:
-            settings = [context.space.current, *among]
-            predicted = predict_more(deployed, Predictions(workload), settings)
-        else:
-            predicted = predict(deployed, context.space, workload)
+            workload = that_can_be_asked(context, predictor, workload)
+        predicted = predict(predictor.as_deployed(), context.space, workload)
         known = Foretold(predictor, predicted)
         if not predictor.doubt:
             known = known.more(
@@ -97,10 +89,7 @@ PROBE_S, ASKED_SHARE, LEAST_ASKED_S = 60.0, 0.2, 6.0
 
 
 def that_can_be_asked(
-    context: RunContext,
-    predictor: Predictor,
-    workload: Workload,
-    settings: Sequence[EngineLimits],
+    context: RunContext, predictor: Predictor, workload: Workload
 ) -> Workload:
     """Return as much of the trace as vLLM's own scheduler replays at every setting in the time.
 
@@ -109,7 +98,7 @@ def that_can_be_asked(
 
     Raises: ShadowError, TooFewSamplesError, UsageError.
     """
-    trace, plan = context.trace, workload.plan
+    trace, plan, settings = context.trace, workload.plan, context.space.grid()
     if trace.duration_s <= PROBE_S:
         return workload
     probe, fewest = busiest(trace, PROBE_S).of(trace), min(x.max_num_seqs for x in settings)

@@ -1,10 +1,15 @@
-"""Batches on their way, who ends in them, and who is put back out of one."""
+"""Batches on their way: what requests add, who ends in them, and who is put back out of one."""
 
 from __future__ import annotations
 
 from tuner.shadow.schedule import layout as s
 from tuner.shadow.schedule.blocks import release
-from tuner.shadow.schedule.decoding import day_of, decodes_no_more
+from tuner.shadow.schedule.decoding import (
+    day_of,
+    decodes_no_more,
+    decodes_on,
+    steady_from,
+)
 from tuner.shadow.schedule.layout import inlined, inner
 from tuner.shadow.schedule.waiting import is_in_list, leave_run
 
@@ -93,3 +98,37 @@ def preempt(g, x, w, sl, f, kv, slot):
     g[s.WAITING] += 1
     if g[s.WOULD_CACHE] and not g[s.IS_CACHED]:
         g[s.STATUS] = s.NEEDS_CACHE
+
+
+@inlined
+def count_in(w, batch, is_decode, before, tokens):
+    """Note what a request adds to a batch."""
+    if is_decode:
+        w[batch + s.B_DECODES] += 1
+        w[batch + s.B_DECODE_CONTEXT] += before + tokens
+        w[batch + s.B_SQUARES] += (before + tokens) ** 2
+        w[batch + s.B_DRAFTS] += tokens - 1
+    else:
+        w[batch + s.B_PREFILL] += tokens
+        w[batch + s.B_SEQS] += 1
+        w[batch + s.B_PREFILL_CONTEXT] += tokens * before + tokens * (tokens + 1) // 2
+
+
+@inlined
+def prefilled(g, w, sl, slot):
+    """Take note of what a request has computed of its prompt; its first token may follow."""
+    step = g[s.STEP]
+    if sl[slot, s.COMPUTED] < sl[slot, s.PROMPT] + sl[slot, s.ANSWERED]:
+        return False
+    if g[s.DRAFTS]:
+        sl[slot, s.STATE] = s.VERIFIES
+        add_single(g, w, sl, step, slot)
+        return True
+    sl[slot, s.END] = step + sl[slot, s.OUTPUT] - sl[slot, s.ANSWERED] - 1
+    sl[slot, s.STATE], sl[slot, s.STEADY] = s.DECODES, steady_from(g)
+    add_single(g, w, sl, step, slot)
+    if sl[slot, s.END] > step:
+        decodes_on(g, w, sl, slot)
+    else:
+        add_end(g, w, sl, step, slot)
+    return True

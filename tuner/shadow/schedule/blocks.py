@@ -205,6 +205,13 @@ def _take_blocks(g, r, kv, slot, have, blocks, states):
 
 
 @inlined
+def needed_blocks(g, tokens, ahead):
+    """Return how many blocks so many tokens take of a group, with so many ahead of them."""
+    last = min(tokens + ahead, g[s.MAX_LENGTH])
+    return (last + g[s.BLOCK] - 1) // g[s.BLOCK]
+
+
+@inlined
 def grow(g, sl, r, kv, slot, blocks, states):
     """Let a request hold so many blocks; the caller has seen that they are there.
 

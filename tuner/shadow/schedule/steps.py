@@ -1,4 +1,4 @@
-"""What a step computes: who runs on, who is admitted, and who has to give way.
+"""What a step computes: who runs on, who has to give way, and who decodes on beside.
 
 Source: vLLM 0.32, vllm/v1/core/sched/scheduler.py, async_scheduler.py.
 """
@@ -6,25 +6,23 @@ Source: vLLM 0.32, vllm/v1/core/sched/scheduler.py, async_scheduler.py.
 from __future__ import annotations
 
 from tuner.shadow.schedule import layout as s
+from tuner.shadow.schedule.admission import admit_waiting
 from tuner.shadow.schedule.batches import (
-    add_end,
     add_single,
     batch_at,
+    count_in,
     let_end,
     preempt,
+    prefilled,
     split_off,
 )
 from tuner.shadow.schedule.blocks import (
-    behind_window,
-    blocks_of_window,
     cache_up_to,
-    find_block,
     grow,
     key_anew,
-    key_at,
+    needed_blocks,
     slide,
     taken_by,
-    unlink,
 )
 from tuner.shadow.schedule.decoding import (
     computed_before,
@@ -36,25 +34,16 @@ from tuner.shadow.schedule.decoding import (
     overtake,
     settled_before,
     squares_at,
-    steady_from,
 )
-from tuner.shadow.schedule.drafts import drafts_of_step, padding, to_verify, verify
+from tuner.shadow.schedule.drafts import drafts_of_step, to_verify, verify
 from tuner.shadow.schedule.layout import inlined, inner
 from tuner.shadow.schedule.states import (
-    end_of_prompt,
     part_of_prompt,
-    states_left,
     states_of_part,
-    up_to_a_state,
-    waits_for_a_state,
 )
 from tuner.shadow.schedule.waiting import (
     compact,
-    head_of_queue,
     is_before,
-    leave_front,
-    new_slot,
-    start_running,
 )
 
 
@@ -79,212 +68,6 @@ def _defers(g):
         and executed + 1 - g[s.CARRIED] < g[s.INTERVAL]
         and g[s.RUNNING] > g[s.PREFILLING]
     )
-
-
-@inlined
-def _count_in(w, batch, is_decode, before, tokens):
-    """Note what a request adds to a batch."""
-    if is_decode:
-        w[batch + s.B_DECODES] += 1
-        w[batch + s.B_DECODE_CONTEXT] += before + tokens
-        w[batch + s.B_SQUARES] += (before + tokens) ** 2
-        w[batch + s.B_DRAFTS] += tokens - 1
-    else:
-        w[batch + s.B_PREFILL] += tokens
-        w[batch + s.B_SEQS] += 1
-        w[batch + s.B_PREFILL_CONTEXT] += tokens * before + tokens * (tokens + 1) // 2
-
-
-@inlined
-def _prefilled(g, w, sl, slot):
-    """Take note of what a request has computed of its prompt; its first token may follow."""
-    step = g[s.STEP]
-    if sl[slot, s.COMPUTED] < sl[slot, s.PROMPT] + sl[slot, s.ANSWERED]:
-        return False
-    if g[s.DRAFTS]:
-        sl[slot, s.STATE] = s.VERIFIES
-        add_single(g, w, sl, step, slot)
-        return True
-    sl[slot, s.END] = step + sl[slot, s.OUTPUT] - sl[slot, s.ANSWERED] - 1
-    sl[slot, s.STATE], sl[slot, s.STEADY] = s.DECODES, steady_from(g)
-    add_single(g, w, sl, step, slot)
-    if sl[slot, s.END] > step:
-        decodes_on(g, w, sl, slot)
-    else:
-        add_end(g, w, sl, step, slot)
-    return True
-
-
-@inner
-def _is_cached(g, kv, row, slot, at, looks_back):
-    """Whether all groups of a kind have a request's block of the same tokens."""
-    for group in range(g[s.GROUPS]):
-        if kv.looks_back[group] == looks_back:
-            key = key_at(g, kv, row, at, group)
-            if find_block(g, kv, slot, key) < 0:
-                return False
-    return True
-
-
-@inner
-def _in_window(g, kv, row, slot, hits):
-    """Return how many of the first blocks serve groups that look back a window.
-
-    Only those before the end of a hit are read: the last stretch that is as long as a window,
-    or where there is none, what the prompt begins with.
-    """
-    wanted, together = blocks_of_window(g), 0
-    for at in range(hits - 1, -1, -1):
-        together = together + 1 if _is_cached(g, kv, row, slot, at, s.LOOKS_BACK) else 0
-        if together == wanted:
-            return at + together
-    return together
-
-
-@inner
-def _hits(g, kv, row, slot, tokens):
-    """Return how many blocks of a request are cached, and how many of those nobody holds.
-
-    The first are counted in blocks of tokens, the others in all groups. Last comes how many are
-    cached but where layers look back, 0 if no more than in all.
-    """
-    hits, idle = (tokens - 1) // g[s.BLOCK], 0
-    if g[s.WINDOWED] < g[s.GROUPS]:
-        at = 0
-        while at < hits and _is_cached(g, kv, row, slot, at, s.SEES_ALL):
-            at += 1
-        hits = at
-    elsewhere = 0
-    if g[s.WINDOWED]:
-        most = hits
-        hits = _in_window(g, kv, row, slot, hits)
-        if hits < most and g[s.WINDOWED] < g[s.GROUPS]:
-            elsewhere = most
-    if g[s.DROPS_HIT] and hits > 0:
-        hits -= 1
-    for group in range(g[s.GROUPS]):
-        skipped = behind_window(g, hits * g[s.BLOCK]) if kv.looks_back[group] else 0
-        for at in range(skipped, hits):
-            block = find_block(g, kv, slot, key_at(g, kv, row, at, group))
-            idle += kv.pool[block, s.HOLDERS] == 0
-    return hits, idle, elsewhere
-
-
-@inner
-def _adopt(g, sl, kv, slot, hits):
-    """Let a request hold the cached blocks that it begins with."""
-    row = sl[slot, s.ROW]
-    skipped = behind_window(g, hits * g[s.BLOCK]) if g[s.WINDOWED] else 0
-    for group in range(g[s.GROUPS]):
-        first = group * g[s.ROOM_OF_GROUP]
-        for at in range(skipped if kv.looks_back[group] else 0, hits):
-            block = find_block(g, kv, slot, key_at(g, kv, row, at, group))
-            if kv.pool[block, s.HOLDERS] == 0:
-                unlink(kv.pool, block)
-                g[s.FREE] -= 1
-            kv.pool[block, s.HOLDERS] += 1
-            kv.tables[0, slot, first + at] = block
-    sl[slot, s.BLOCKS] = sl[slot, s.CACHED] = hits
-    sl[slot, s.SKIPPED] = skipped
-
-
-@inlined
-def _reserved(g, tokens, hits, last):
-    """Return how many blocks have to be free for a request to be computed to its end."""
-    full = (tokens + g[s.BLOCK] - 1) // g[s.BLOCK]
-    if g[s.STATES]:
-        states = states_left(g, hits * g[s.BLOCK], tokens, last)
-        return taken_by(g, full - hits, states)
-    in_window = max(0, min(full, g[s.MOST_IN_WINDOW]) - hits)
-    return (g[s.GROUPS] - g[s.WINDOWED]) * (full - hits) + g[s.WINDOWED] * in_window
-
-
-@inlined
-def _needed(g, tokens, ahead):
-    """Return how many blocks so many tokens take of a group, with so many ahead of them."""
-    last = min(tokens + ahead, g[s.MAX_LENGTH])
-    return (last + g[s.BLOCK] - 1) // g[s.BLOCK]
-
-
-@inlined
-def _admit_waiting(g, w, sl, r, q, tr, kv, budget, threshold, defers):
-    """Let those run who wait, as long as cap, budget and blocks allow; return if any did."""
-    batch, block, any_admitted = batch_at(g, g[s.STEP]), g[s.BLOCK], False
-    # Who was admitted in this step is not among those that ran before.
-    carries, ran = g[s.CARRIES], w[batch + s.B_DECODES]
-    beside = g[s.BESIDE]
-    while budget > beside and g[s.WAITING] > 0 and g[s.RUNNING] < g[s.CAP]:
-        where = head_of_queue(g, w, sl, r, q, tr)
-        slot = w[g[s.AT_FRONT] + where] if where >= 0 else -1
-        row = sl[slot, s.ROW] if where >= 0 else r[-1 - where, s.QUEUE]
-        answered = sl[slot, s.ANSWERED] if where >= 0 else 0
-        tokens = tr.prompts[row] + answered
-        hits = idle = elsewhere = 0
-        if g[s.IS_CACHED]:
-            hits, idle, elsewhere = _hits(g, kv, row, slot, tokens)
-        before = hits * block
-        if defers and before < tokens - 1:
-            break
-        wanted = tokens - before
-        padded = padding(g, carries, ran, before, wanted, budget - beside)
-        if padded < 0:
-            break
-        wanted += padded
-        if 0 < threshold < wanted:
-            wanted = threshold
-        if not g[s.CHUNKS] and wanted > budget - beside:
-            break
-        wanted = min(wanted, budget - beside)
-        junction = elsewhere * g[s.JUNCTIONS]
-        states, last = 1, end_of_prompt(tr.prompts[row], tokens)
-        if g[s.STATES]:
-            prompt = tr.prompts[row]
-            wanted = up_to_a_state(g, before, wanted, prompt, tokens, junction * block)
-            if wanted == 0 or waits_for_a_state(g, kv, slot, row, hits):
-                break
-            states = states_left(g, before, before + wanted, last)
-        spare = g[s.FREE] - idle - (g[s.WATERMARK] if g[s.RUNNING] > 0 else 0) - g[s.FIXED]
-        if g[s.RESERVES] and _reserved(g, tokens, hits, last) > spare:
-            break
-        needed = _needed(g, before + wanted, g[s.LOOKAHEAD] * g[s.ADMITS_AHEAD])
-        if taken_by(g, needed - hits, states) > spare:
-            break
-        if slot < 0:
-            if g[s.FREE_SLOTS] == 0:
-                g[s.STATUS] = s.NO_SLOT
-                break
-            slot = new_slot(g, w, sl, r, kv, tr, row)
-            sl[slot, s.ARRIVAL] = -1 - where
-            r[-1 - where, s.QUEUE] = -1 - row
-        else:
-            leave_front(g, w, where)
-        g[s.WAITING] -= 1
-        if g[s.IS_CACHED]:
-            _adopt(g, sl, kv, slot, hits)
-            sl[slot, s.JUNCTION] = junction
-        grow(g, sl, r, kv, slot, needed, states)
-        if g[s.IS_CACHED]:
-            keyed = min(before + wanted, tokens - g[s.HASHED_AHEAD])
-            cache_up_to(g, sl, kv, slot, keyed, g[s.STEP])
-        start_running(g, w, sl, slot)
-        is_new = not sl[slot, s.RESUMED]
-        is_decode = not is_new and answered > 0 and wanted <= 1 + padded
-        _count_in(w, batch, is_decode, before, wanted)
-        if is_new:
-            w[batch + s.B_CACHED] += before
-        if before < tokens - 1:
-            g[s.CARRIES] = 1
-        sl[slot, s.COMPUTED] = before + wanted
-        sl[slot, s.LATEST], sl[slot, s.PART] = g[s.STEP], wanted
-        drafts_of_step(g, sl, slot, -padded)
-        sl[slot, s.MISSED] = 0
-        if not _prefilled(g, w, sl, slot):
-            sl[slot, s.STATE] = s.PREFILLS
-            g[s.PREFILLING] += 1
-            g[s.LAST_PREFILL] = slot
-        budget -= wanted + beside
-        any_admitted = True
-    return any_admitted
 
 
 @inner
@@ -352,7 +135,7 @@ def _schedule_running(g, x, w, sl, f, r, tr, kv, threshold, defers):
                 wanted = part_of_prompt(g, sl, slot, wanted)
                 if wanted == 0:
                     continue
-        needed, states = _needed(g, before + wanted, g[s.LOOKAHEAD]), 1
+        needed, states = needed_blocks(g, before + wanted, g[s.LOOKAHEAD]), 1
         if prefills and g[s.TWO_EVERY]:
             states = states_of_part(g, sl, slot, before, before + wanted)
         fits, omitted = True, 0
@@ -394,11 +177,11 @@ def _schedule_running(g, x, w, sl, f, r, tr, kv, threshold, defers):
 def _note_prefill(g, w, sl, batch, slot, taken):
     """Take note of what is computed of a running request's prompt."""
     before = sl[slot, s.COMPUTED]
-    _count_in(w, batch, sl[slot, s.ANSWERED] > 0 and taken <= 1, before, taken)
+    count_in(w, batch, sl[slot, s.ANSWERED] > 0 and taken <= 1, before, taken)
     sl[slot, s.COMPUTED] = before + taken
     sl[slot, s.LATEST], sl[slot, s.PART] = g[s.STEP], taken
     drafts_of_step(g, sl, slot, 0)
-    if _prefilled(g, w, sl, slot):
+    if prefilled(g, w, sl, slot):
         g[s.PREFILLING] -= 1
     else:
         g[s.LAST_PREFILL] = slot
@@ -418,7 +201,7 @@ def _note_running(g, x, w, sl, f, kv):
             if sl[slot, s.END] < step:
                 continue
             if taken:
-                _count_in(w, batch, s.DECODES, computed_before(g, sl, slot), 1)
+                count_in(w, batch, s.DECODES, computed_before(g, sl, slot), 1)
                 if sl[slot, s.MISSED]:
                     sl[slot, s.MISSED] = 0
                     g[s.MISSING] -= 1
@@ -435,7 +218,7 @@ def _note_running(g, x, w, sl, f, kv):
             g[s.MISSING] += 1
             decodes_on(g, w, sl, slot)
         elif taken and sl[slot, s.STATE] == s.VERIFIES:
-            _count_in(w, batch, s.DECODES, sl[slot, s.COMPUTED], taken)
+            count_in(w, batch, s.DECODES, sl[slot, s.COMPUTED], taken)
             verify(g, w, sl, slot, taken)
         elif taken:
             _note_prefill(g, w, sl, batch, slot, taken)
@@ -561,10 +344,10 @@ def _schedule_calmly(g, w, sl, r, kv, threshold, defers):
         before = sl[slot, s.COMPUTED]
         if g[s.IS_CACHED]:
             cache_up_to(g, sl, kv, slot, before + wanted, g[s.STEP])
-        _count_in(w, batch, sl[slot, s.ANSWERED] > 0 and wanted <= 1, before, wanted)
+        count_in(w, batch, sl[slot, s.ANSWERED] > 0 and wanted <= 1, before, wanted)
         sl[slot, s.COMPUTED] = before + wanted
         sl[slot, s.LATEST], sl[slot, s.PART] = g[s.STEP], wanted
-        if _prefilled(g, w, sl, slot):
+        if prefilled(g, w, sl, slot):
             g[s.PREFILLING] -= 1
     return True
 
@@ -610,7 +393,7 @@ def schedule(g, x, w, sl, f, r, q, tr, kv):
         _note_running(g, x, w, sl, f, kv)
     came = False
     if preempted == 0 and budget > 0 and g[s.WAITING] > 0:
-        came = _admit_waiting(g, w, sl, r, q, tr, kv, budget, threshold, defers)
+        came = admit_waiting(g, w, sl, r, q, tr, kv, budget, threshold, defers)
     is_calm = preempted == 0 and w[batch + s.B_PREFILL] == 0 and g[s.PREFILLING] == 0
     # What lies behind a window may be given back at any step, and let somebody in.
     stays = g[s.WINDOWED] == 0 or g[s.RUNNING] >= g[s.CAP]

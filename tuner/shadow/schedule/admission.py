@@ -1,0 +1,200 @@
+"""Who is let in: what it finds in the prefix cache, and whether there are blocks for the rest.
+
+Source: vLLM 0.32, vllm/v1/core/sched/scheduler.py; vllm/v1/core/kv_cache_manager.py,
+kv_cache_coordinator.py.
+"""
+
+from __future__ import annotations
+
+from tuner.shadow.schedule import layout as s
+from tuner.shadow.schedule.batches import batch_at, count_in, prefilled
+from tuner.shadow.schedule.blocks import (
+    behind_window,
+    blocks_of_window,
+    cache_up_to,
+    find_block,
+    grow,
+    key_at,
+    needed_blocks,
+    taken_by,
+    unlink,
+)
+from tuner.shadow.schedule.drafts import drafts_of_step, padding
+from tuner.shadow.schedule.layout import inlined, inner
+from tuner.shadow.schedule.states import (
+    end_of_prompt,
+    states_left,
+    up_to_a_state,
+    waits_for_a_state,
+)
+from tuner.shadow.schedule.waiting import (
+    head_of_queue,
+    leave_front,
+    new_slot,
+    start_running,
+)
+
+
+@inner
+def _is_cached(g, kv, row, slot, at, looks_back):
+    """Whether all groups of a kind have a request's block of the same tokens."""
+    for group in range(g[s.GROUPS]):
+        if kv.looks_back[group] == looks_back:
+            key = key_at(g, kv, row, at, group)
+            if find_block(g, kv, slot, key) < 0:
+                return False
+    return True
+
+
+@inner
+def _in_window(g, kv, row, slot, hits):
+    """Return how many of the first blocks serve groups that look back a window.
+
+    Only those before the end of a hit are read: the last stretch that is as long as a window,
+    or where there is none, what the prompt begins with.
+    """
+    wanted, together = blocks_of_window(g), 0
+    for at in range(hits - 1, -1, -1):
+        together = together + 1 if _is_cached(g, kv, row, slot, at, s.LOOKS_BACK) else 0
+        if together == wanted:
+            return at + together
+    return together
+
+
+@inner
+def _hits(g, kv, row, slot, tokens):
+    """Return how many blocks of a request are cached, and how many of those nobody holds.
+
+    The first are counted in blocks of tokens, the others in all groups. Last comes how many are
+    cached but where layers look back, 0 if no more than in all.
+    """
+    hits, idle = (tokens - 1) // g[s.BLOCK], 0
+    if g[s.WINDOWED] < g[s.GROUPS]:
+        at = 0
+        while at < hits and _is_cached(g, kv, row, slot, at, s.SEES_ALL):
+            at += 1
+        hits = at
+    elsewhere = 0
+    if g[s.WINDOWED]:
+        most = hits
+        hits = _in_window(g, kv, row, slot, hits)
+        if hits < most and g[s.WINDOWED] < g[s.GROUPS]:
+            elsewhere = most
+    if g[s.DROPS_HIT] and hits > 0:
+        hits -= 1
+    for group in range(g[s.GROUPS]):
+        skipped = behind_window(g, hits * g[s.BLOCK]) if kv.looks_back[group] else 0
+        for at in range(skipped, hits):
+            block = find_block(g, kv, slot, key_at(g, kv, row, at, group))
+            idle += kv.pool[block, s.HOLDERS] == 0
+    return hits, idle, elsewhere
+
+
+@inner
+def _adopt(g, sl, kv, slot, hits):
+    """Let a request hold the cached blocks that it begins with."""
+    row = sl[slot, s.ROW]
+    skipped = behind_window(g, hits * g[s.BLOCK]) if g[s.WINDOWED] else 0
+    for group in range(g[s.GROUPS]):
+        first = group * g[s.ROOM_OF_GROUP]
+        for at in range(skipped if kv.looks_back[group] else 0, hits):
+            block = find_block(g, kv, slot, key_at(g, kv, row, at, group))
+            if kv.pool[block, s.HOLDERS] == 0:
+                unlink(kv.pool, block)
+                g[s.FREE] -= 1
+            kv.pool[block, s.HOLDERS] += 1
+            kv.tables[0, slot, first + at] = block
+    sl[slot, s.BLOCKS] = sl[slot, s.CACHED] = hits
+    sl[slot, s.SKIPPED] = skipped
+
+
+@inlined
+def _reserved(g, tokens, hits, last):
+    """Return how many blocks have to be free for a request to be computed to its end."""
+    full = (tokens + g[s.BLOCK] - 1) // g[s.BLOCK]
+    if g[s.STATES]:
+        states = states_left(g, hits * g[s.BLOCK], tokens, last)
+        return taken_by(g, full - hits, states)
+    in_window = max(0, min(full, g[s.MOST_IN_WINDOW]) - hits)
+    return (g[s.GROUPS] - g[s.WINDOWED]) * (full - hits) + g[s.WINDOWED] * in_window
+
+
+@inlined
+def admit_waiting(g, w, sl, r, q, tr, kv, budget, threshold, defers):
+    """Let those run who wait, as long as cap, budget and blocks allow; return if any did."""
+    batch, block, any_admitted = batch_at(g, g[s.STEP]), g[s.BLOCK], False
+    # Who was admitted in this step is not among those that ran before.
+    carries, ran = g[s.CARRIES], w[batch + s.B_DECODES]
+    beside = g[s.BESIDE]
+    while budget > beside and g[s.WAITING] > 0 and g[s.RUNNING] < g[s.CAP]:
+        where = head_of_queue(g, w, sl, r, q, tr)
+        slot = w[g[s.AT_FRONT] + where] if where >= 0 else -1
+        row = sl[slot, s.ROW] if where >= 0 else r[-1 - where, s.QUEUE]
+        answered = sl[slot, s.ANSWERED] if where >= 0 else 0
+        tokens = tr.prompts[row] + answered
+        hits = idle = elsewhere = 0
+        if g[s.IS_CACHED]:
+            hits, idle, elsewhere = _hits(g, kv, row, slot, tokens)
+        before = hits * block
+        if defers and before < tokens - 1:
+            break
+        wanted = tokens - before
+        padded = padding(g, carries, ran, before, wanted, budget - beside)
+        if padded < 0:
+            break
+        wanted += padded
+        if 0 < threshold < wanted:
+            wanted = threshold
+        if not g[s.CHUNKS] and wanted > budget - beside:
+            break
+        wanted = min(wanted, budget - beside)
+        junction = elsewhere * g[s.JUNCTIONS]
+        states, last = 1, end_of_prompt(tr.prompts[row], tokens)
+        if g[s.STATES]:
+            prompt = tr.prompts[row]
+            wanted = up_to_a_state(g, before, wanted, prompt, tokens, junction * block)
+            if wanted == 0 or waits_for_a_state(g, kv, slot, row, hits):
+                break
+            states = states_left(g, before, before + wanted, last)
+        spare = g[s.FREE] - idle - (g[s.WATERMARK] if g[s.RUNNING] > 0 else 0) - g[s.FIXED]
+        if g[s.RESERVES] and _reserved(g, tokens, hits, last) > spare:
+            break
+        needed = needed_blocks(g, before + wanted, g[s.LOOKAHEAD] * g[s.ADMITS_AHEAD])
+        if taken_by(g, needed - hits, states) > spare:
+            break
+        if slot < 0:
+            if g[s.FREE_SLOTS] == 0:
+                g[s.STATUS] = s.NO_SLOT
+                break
+            slot = new_slot(g, w, sl, r, kv, tr, row)
+            sl[slot, s.ARRIVAL] = -1 - where
+            r[-1 - where, s.QUEUE] = -1 - row
+        else:
+            leave_front(g, w, where)
+        g[s.WAITING] -= 1
+        if g[s.IS_CACHED]:
+            _adopt(g, sl, kv, slot, hits)
+            sl[slot, s.JUNCTION] = junction
+        grow(g, sl, r, kv, slot, needed, states)
+        if g[s.IS_CACHED]:
+            keyed = min(before + wanted, tokens - g[s.HASHED_AHEAD])
+            cache_up_to(g, sl, kv, slot, keyed, g[s.STEP])
+        start_running(g, w, sl, slot)
+        is_new = not sl[slot, s.RESUMED]
+        is_decode = not is_new and answered > 0 and wanted <= 1 + padded
+        count_in(w, batch, is_decode, before, wanted)
+        if is_new:
+            w[batch + s.B_CACHED] += before
+        if before < tokens - 1:
+            g[s.CARRIES] = 1
+        sl[slot, s.COMPUTED] = before + wanted
+        sl[slot, s.LATEST], sl[slot, s.PART] = g[s.STEP], wanted
+        drafts_of_step(g, sl, slot, -padded)
+        sl[slot, s.MISSED] = 0
+        if not prefilled(g, w, sl, slot):
+            sl[slot, s.STATE] = s.PREFILLS
+            g[s.PREFILLING] += 1
+            g[s.LAST_PREFILL] = slot
+        budget -= wanted + beside
+        any_admitted = True
+    return any_admitted
