@@ -501,6 +501,16 @@ def test_layers_that_are_not_known_well_enough_have_no_shadow(
         recorded_shape(config, "toy", "0.32.0")
 
 
+def test_a_prefix_that_ends_within_a_block_has_no_shadow() -> None:
+    config = a_config()
+    size = config["cache_config"]["block_size"]
+    config["cache_config"]["prefix_match_unit"] = size
+    assert recorded_shape(config, "toy", "0.32.0").block_size == size
+    config["cache_config"]["prefix_match_unit"] = size // 2
+    with pytest.raises(ShadowError, match=f"prefix-match-unit {size // 2}"):
+        recorded_shape(config, "toy", "0.32.0")
+
+
 def test_of_a_recorded_model_that_sets_its_own_graphs_that_is_known() -> None:
     config = a_config()
     assert not recorded_shape(config, "toy", "0.32.0").model_sets_graphs

@@ -45,6 +45,7 @@ KEPT: Final = {
         *("block_size", "enable_prefix_caching", "prefix_cache_retention_interval"),
         *("cache_dtype", "gpu_memory_utilization", "kv_cache_memory_bytes"),
         *("num_gpu_blocks_override", "mamba_cache_mode", "use_replayssm"),
+        "prefix_match_unit",
     ),
     "compilation_config": ("cudagraph_capture_sizes", "cudagraph_mode"),
 }

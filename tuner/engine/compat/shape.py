@@ -305,10 +305,14 @@ def _cannot_stand_in(notes: Sequence[str]) -> str:
 def _unsupported(vllm_config: Any, own: str) -> list[str]:
     """Return what makes a scheduler keep blocks or slots in another way, in words."""
     parallel, drafting = vllm_config.parallel_config, _varies(vllm_config.speculative_config)
+    cache = vllm_config.cache_config
+    unit = getattr(cache, "prefix_match_unit", None)
     return [
         words
         for words, holds in (
             (drafting, bool(drafting)),
+            # By which a prefix ends within a block, and a state is copied.
+            (f"prefix-match-unit {unit}", unit not in (None, cache.block_size)),
             ("a KV connector", vllm_config.kv_transfer_config is not None),
             (f"a scheduler of its own ({own})", bool(own)),
             ("pipeline parallelism", parallel.pipeline_parallel_size > 1),
