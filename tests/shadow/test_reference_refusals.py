@@ -61,6 +61,7 @@ def a_config(**parts: object) -> SimpleNamespace:
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**parallel),
         scheduler_config=SchedulerConfig.default_factory(),
+        cache_config=SimpleNamespace(block_size=16),
         **{**plain, **parts},
     )
 
