@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -23,11 +24,13 @@ from tuner.engine.shape import Drafts, Graphs
 from tuner.errors import Caveat
 from tuner.replay.loop import Progress, ReplayLog, replay
 from tuner.replay.plan import CutRule, ReplayPlan
+from tuner.run.directory import TRIALS_FILE
 from tuner.run.listener import Listener
 from tuner.run.options import Method, TuningOptions
+from tuner.run.sessions.predicted import PredictedSearch
 from tuner.run.tune import tune
 from tuner.search.objective import Objective, Tier
-from tuner.search.trials import Trial
+from tuner.search.trials import Phase, Trial
 from tuner.shadow.profiles import read_profile, write_profile
 from tuner.traffic.prompts import PromptSource
 from tuner.traffic.traces import Trace
@@ -191,6 +194,19 @@ def test_where_no_race_is_held_whoever_could_be_the_best_was_looked_at(tmp_path:
     looked = [_looks_without_a_race(seed, tmp_path / str(seed)) for seed in (2, 5, 7)]
     # Whom the first look made a finalist the second one sees, and nobody else.
     assert max(looked) == 2
+
+
+@pytest.mark.slow
+def test_where_it_is_late_nobody_but_those_looked_at_is_predicted_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PredictedSearch, "_is_late", True)
+    assert _looks_without_a_race(5, tmp_path) == 1
+    lines = (tmp_path / TRIALS_FILE).read_text().splitlines()
+    trials = [msgspec.json.decode(line) for line in lines]
+    predicted = [one["prediction"] for one in trials if one["phase"] == Phase.SHADOW]
+    # The whole space, and then those that were looked at beside the current one.
+    assert 1 < predicted.count(max(predicted)) < predicted.count(min(predicted)) / 2
 
 
 def _looks_without_a_race(seed: int, run_dir: Path) -> int:

@@ -149,10 +149,14 @@ class PredictedSearch:
                 return
             replay_longer(self.runner, self.learning.begun, chosen, wall_ratio, time_s)
             looked.update(chosen)
-            # vLLM's own scheduler may take longer than is left: who was out stays out.
-            is_late = self.known.predictor.doubt and self._anew_s > self.context.left_s
-            among = settings if is_late else ()
+            # Where it is late, who was out stays out.
+            among = settings if self._is_late else ()
             settings = self.finalists(self.learning.fitted(agreement=profile.agreement), among)
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether vLLM's own scheduler would take longer over the space than is left."""
+        return bool(self.known.predictor.doubt) and self._anew_s > self.context.left_s
 
     @property
     def _anew_s(self) -> float:
