@@ -247,8 +247,8 @@ class Core:
         self._core.add_request(prepared, wave)
 
     def abort(self, rows: Sequence[int]) -> None:
-        """Drop requests, running or queued."""
-        self._core.abort_requests([self._id_of[row] for row in rows])
+        """Drop requests, running or queued; rows that it never had change nothing."""
+        self._core.abort_requests([self._id_of[row] for row in rows if row in self._id_of])
 
     def has_work(self) -> bool:
         """Whether a further turn has something to do."""
