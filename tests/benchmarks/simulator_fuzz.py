@@ -68,6 +68,7 @@ def met(case: Case, log: ReplayLog) -> Counter[str]:
         "watermark": bool(options.get("watermark")),
         "drafts": shape.drafts is not None,
         "windows": layout.window > 0 and not layout.keeps_states,
+        "blocks of two sizes": layout.aligned > 1,
         "states of its own": layout.fixed > 0,
         "states that others find": layout.keeps_states,
         "sessions": case.trace.turns is not None,

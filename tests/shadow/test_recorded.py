@@ -485,6 +485,7 @@ def test_reader_and_recorder_mean_the_same_by_a_file_of_steps() -> None:
     [
         ({"is_hybrid": True}, "state-space layers"),
         ({"has_uneven_layers": True}, "layers of several sizes"),
+        ({"has_uneven_layers": True, "kv_heads": [[1, 64]]}, "layers of several sizes"),
         ({"layers": ["linear_attention", "full_attention"]}, "layers of linear_attention"),
         (
             {"architecture": "NemotronHForCausalLM", "layers": ["mamba"], "is_hybrid": True},

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 
-from support.live_parts import GEMMA, LFM, start_live
+from support.live_parts import GEMMA, GEMMA_4, LFM, start_live
 from support.shadow_parts import RandomTraffic, a_reference
 from tuner.engine.compat.scheduler import with_layers
 from tuner.engine.compat.shape import recorded_layers, recorded_shape
@@ -121,11 +121,26 @@ def live() -> Iterator[LiveEngine]:
     engine.close()
 
 
-@pytest.fixture(scope="module")
-def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveEngine]:
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((GEMMA, 1, 60, 384), id="blocks of a size"),
+        pytest.param((GEMMA_4, 2, 28, 256), id="blocks of two sizes", marks=pytest.mark.slow),
+    ],
+)
+def hybrid(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LiveEngine]:
     """Start vLLM on a model with KV-cache groups of two kinds and few blocks."""
-    more = {"max-model-len": 384, "block-size": LIVE_BLOCK_TOKENS}
-    yield from _started(GEMMA, tmp_path_factory.mktemp("gemma"), num_blocks=60, **more)
+    config, span, blocks, longest = request.param
+    folder = tmp_path_factory.mktemp("gemma")
+    more = {"max-model-len": longest, "block-size": LIVE_BLOCK_TOKENS}
+    for engine in _started(config, folder, num_blocks=blocks, **more):
+        layout = engine.shape().kv_layout
+        assert layout is not None
+        assert (layout.full_span, layout.back_span) == (1, span)
+        assert engine.info.block_size == LIVE_BLOCK_TOKENS
+        yield engine
 
 
 @pytest.fixture(

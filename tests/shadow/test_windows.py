@@ -23,6 +23,7 @@ from tuner.errors import EngineError
 from tuner.replay.plan import ReplayPlan
 from tuner.shadow.simulated import SimulatedEngine, unknown_options
 from tuner.shadow.step_model import StepModel
+from tuner.traffic.prefixes import HashIds
 
 STEPS = StepModel.linear(1.0, 0.5, 0.25)
 FULL: KvGroup = {"kind": "FullAttentionSpec", "block_size": 4}
@@ -55,11 +56,37 @@ def test_what_lies_behind_a_window_is_given_back(
 
 
 @pytest.mark.parametrize(
+    ("of_window", "of_all", "most", "hit"),
+    [(4, 4, 12 + 3, 56), (4, 8, 6 + 3, 56), (8, 4, 12 + 2, 56), (12, 8, 6 + 2, 48)],
+)
+def test_blocks_of_some_layers_hold_more_tokens(
+    of_window: int, of_all: int, most: int, hit: int
+) -> None:
+    """What is found again ends where blocks of all layers end."""
+    groups = ({**WINDOW, "block_size": of_window}, {**FULL, "block_size": of_all})
+    shape = with_groups(*groups, asynchronous=False, prefix_caching=True)
+    log = simulated(
+        a_trace([0.0], [40], 8), EngineLimits(1, 8), STEPS, shape=shape, num_blocks=101
+    )
+    assert round(100 * log.steps.peaks["kv_usage_ratio"]) == most
+    same = HashIds.from_rows([list(range(15))] * 2, 4)
+    trace = replace(a_trace([0.0, 1e4], [60, 60], 1), hashes=same)
+    log = simulated(trace, EngineLimits(1, 8), STEPS, shape=shape, num_blocks=101)
+    assert log.steps.cached_tokens == hit
+
+
+@pytest.mark.parametrize(
     ("groups", "is_known"),
     [
         ((WINDOW, FULL), True),
         ((WINDOW, {**WINDOW, "sliding_window": 16}), False),
-        ((WINDOW, {**FULL, "block_size": 8}), False),
+        ((WINDOW, {**FULL, "block_size": 8}), True),
+        (({**WINDOW, "block_size": 8}, {**FULL, "block_size": 12}), True),
+        # None of a size that all have in common, or more than one of a kind.
+        (({**WINDOW, "block_size": 8}, {**FULL, "block_size": 8}), False),
+        ((WINDOW, {**FULL, "block_size": 6}), False),
+        ((WINDOW, FULL, {**FULL, "block_size": 8}), False),
+        ((WINDOW, {**WINDOW, "block_size": 8}, FULL), False),
         ((WINDOW, {"kind": "MambaSpec", "block_size": 4}), False),
         (({"kind": "ChunkedLocalAttentionSpec", "block_size": 4},), False),
         (({**WINDOW, "extra_retained_tokens": 2}, FULL), False),
@@ -72,6 +99,7 @@ def test_what_lies_behind_a_window_is_given_back(
         (({**WINDOW, RETENTION: -4}, {**FULL, RETENTION: -4}), False),
         (({**WINDOW, RETENTION: 8}, FULL), False),
         (({**WINDOW, RETENTION: 8}, {**FULL, RETENTION: 8}), True),
+        (({**WINDOW, RETENTION: 12}, {**FULL, RETENTION: 12, "block_size": 8}), False),
         # Without the hybrid manager: a window that nothing is given back behind.
         (({**FULL, "sliding_window": 8}, FULL), True),
     ],
@@ -110,4 +138,4 @@ def test_requests_that_are_left_out_for_hundreds_of_steps_are_counted_once() -> 
 
 @pytest.mark.engine
 def test_random_replays_of_layers_that_look_back_a_window_are_vllms_too() -> None:
-    compare_many(range(200, 260), has_windows=True)
+    compare_many(range(230, 290), has_windows=True)

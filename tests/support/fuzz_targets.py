@@ -188,6 +188,7 @@ def _steps(window: int | None = None, drafting: object = None) -> bytes:
             "layers": [],
             "has_uneven_layers": False,
             "kv_shared_layers": 0,
+            "kv_heads": [],
             "sliding_window": window,
         },
         "parallel_config": dict.fromkeys(

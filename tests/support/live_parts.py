@@ -34,6 +34,18 @@ GEMMA = {
 }
 """A model whose layers look back a window, but for every fourth."""
 
+GEMMA_4 = {
+    **GEMMA,
+    "architectures": ["Gemma4ForCausalLM"],
+    "model_type": "gemma4_text",
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "global_head_dim": 64,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 512,
+}
+"""A model whose every fourth layer has larger heads: blocks of others hold twice the tokens."""
+
 
 LFM = {
     "architectures": ["Lfm2ForCausalLM"],

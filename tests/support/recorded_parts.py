@@ -194,6 +194,7 @@ def a_config(**changed: Any) -> dict[str, Any]:
             "layers": [],
             "has_uneven_layers": False,
             "kv_shared_layers": 0,
+            "kv_heads": [],
             "sliding_window": None,
             "vocab_size": shape.vocab_size,
         },

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -82,7 +81,10 @@ def random_case(
         blocks = max(blocks, 2 * least)
     apart = np.random.default_rng([seed, 5])
     if apart.random() < 0.25 if has_windows is None else has_windows:
-        shape, is_scarce = replace(shape, **_groups(apart, block)), blocks < enough
+        groups = _groups(apart, block)
+        groups = _with_sizes(np.random.default_rng([seed, 9]), groups, block)
+        kinds = " and ".join(str(group["kind"]) for group in groups)
+        shape, is_scarce = replace(shape, kv_kind=kinds, kv_groups=groups), blocks < enough
         scarce = _scarce(apart, shape, ceiling if shape.scheduler[RESERVES] else limits)
         blocks = scarce if is_scarce else (enough - 2) * len(shape.kv_groups) + 2
     model, plan = _model(rng), _plan(rng, trace)
@@ -213,24 +215,38 @@ def _with_slots(rng: np.random.Generator, tokens: int, shape: EngineShape) -> Dr
     return ways[int(rng.integers(len(ways)))]
 
 
-def _groups(rng: np.random.Generator, block: int) -> dict[str, Any]:
+def _groups(rng: np.random.Generator, block: int) -> tuple[KvGroup, ...]:
     """Return the groups of a model whose layers look back a window, or some of them."""
     windows = [(True, False), (False, True), (True, True, False), (True,), (True, False, False)]
     looks_back = windows[int(rng.integers(0, len(windows)))]
     window = int(rng.choice([2, block, block + 1, 2 * block, 3 * block + 2, 33, 200]))
     window = max(2, window)
     kept = [None, 0, 0, block * int(rng.choice([1, 2, 5]))][int(rng.integers(0, 4))]
-    groups = tuple(
+    return tuple(
         {
             "kind": "SlidingWindowSpec" if looks else "FullAttentionSpec",
             "block_size": block,
             "sliding_window": window if looks else None,
-            "prefix_cache_retention_interval": kept,
+            RETENTION: kept,
         }
         for looks in looks_back
     )
-    kinds = " and ".join(str(group["kind"]) for group in groups)
-    return {"kv_kind": kinds, "kv_groups": groups}
+
+
+def _with_sizes(
+    rng: np.random.Generator, groups: tuple[KvGroup, ...], block: int
+) -> tuple[KvGroup, ...]:
+    """Return the groups, in two of five cases with larger blocks of one kind, or of both."""
+    full, back = [(1, 2), (2, 1), (1, 4), (4, 1), (2, 3), (3, 2)][int(rng.integers(0, 6))]
+    kinds = {group["kind"] for group in groups}
+    if rng.random() < 0.6 or len(kinds) == 1:
+        return groups
+    made: list[KvGroup] = []
+    for group in groups:
+        span = back if group["sliding_window"] else full
+        kept = group[RETENTION] and int(group[RETENTION]) * full * back
+        made.append({**group, "block_size": block * span, RETENTION: kept})
+    return tuple(made)
 
 
 def _scarce(rng: np.random.Generator, shape: EngineShape, limits: EngineLimits) -> int:

@@ -33,7 +33,7 @@ KvGroup = Mapping[str, bool | int | str | None]
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """Groups of layers that each hold a block for the same tokens.
+    """Groups of layers that each hold blocks for the same tokens.
 
     `looks_back` says of each whether its layers need the past no more: those of sliding-window
     attention, which sees the last `window` tokens alone, or where `keeps_states` state-space
@@ -43,7 +43,9 @@ class KvLayout:
     where it is 0; all where it is None. Where `leaves_two_every` is not 0, a batch that
     computes a multiple of it may leave the state before its last block of tokens too. Groups of
     states that nobody else can go on from are in none of these: they are `fixed` blocks of each
-    request, however long it is.
+    request, however long it is. Blocks of layers whose keys and values are smaller hold more
+    tokens: those of layers that look back `back_span` times the cache's block_size, those of
+    others `full_span` times.
 
     Units: tokens, of `fixed` blocks.
     """
@@ -54,32 +56,45 @@ class KvLayout:
     keeps_states: bool = False
     leaves_two_every: int = 0
     fixed: int = 0
+    full_span: int = 1
+    back_span: int = 1
+
+    @property
+    def aligned(self) -> int:
+        """At a multiple of how many blocks of block_size tokens a cached prefix ends.
+
+        Source: vllm/v1/core/kv_cache_utils.py, resolve_kv_cache_block_sizes.
+        """
+        return math.lcm(self.full_span, self.back_span)
 
     @classmethod
     def of_groups(cls, groups: Sequence[KvGroup], block_size: int) -> Self | None:
         """Return that of a model's groups; None of some that hold their blocks otherwise.
 
-        As of chunked attention, windows of several lengths, blocks of several sizes, states
-        beside drafts that are shared, or of anything that vLLM would not start with.
+        As of chunked attention, windows of several lengths, blocks of several sizes or drafts
+        beside states that are shared, or of anything that vLLM would not start with.
         """
         alone = [group for group in groups if _is_state(group, "none")]
         shared = [group for group in groups if group not in alone]
         fixed = [_count(group.get(_DRAFTED), 0) for group in alone]
-        if None in fixed or not _hold_alike(shared, block_size):
+        if None in fixed or not _hold_alike(shared):
             return None
         looks_back = tuple(_LOOKS_BACK[str(group["kind"])] for group in shared)
         blocks = sum(1 + (drafted or 0) for drafted in fixed)
         back = [group for group, looks in zip(shared, looks_back, strict=True) if looks]
+        has_states = any(group.get("kind") == STATE for group in back)
+        spans = _spans(shared, looks_back, block_size)
+        if spans is None or (has_states and spans != (1, 1)):
+            return None
         if not back:
             return cls(looks_back, fixed=blocks)
         (window, two_every), *others = {_past(group) for group in back}
         kept = shared[0].get(RETENTION)
         retention = None if kept is None else _count(kept, 0)
-        is_whole = kept is None or (retention is not None and retention % block_size == 0)
-        if others or window is None or not is_whole:
-            return None
-        has_states = back[0].get("kind") == STATE
-        return cls(looks_back, window, retention, has_states, two_every, blocks)
+        known = cls(looks_back, window or 0, retention, has_states, two_every, blocks, *spans)
+        whole = known.aligned * block_size
+        is_whole = kept is None or (retention is not None and retention % whole == 0)
+        return None if others or window is None or not is_whole else known
 
 
 STATE: Final = "MambaSpec"
@@ -94,11 +109,32 @@ def _is_state(group: KvGroup, mode: str) -> bool:
     return group.get("kind") == STATE and group.get("mamba_cache_mode") == mode
 
 
-def _hold_alike(groups: Sequence[KvGroup], block_size: int) -> bool:
-    """Whether groups hold a block for the same tokens each, in ways that are known."""
+def _spans(
+    groups: Sequence[KvGroup], looks_back: Sequence[bool], block_size: int
+) -> tuple[int, int] | None:
+    """Return how many times as large blocks are of groups that see all, and that look back.
+
+    None where it is not one number each, or block_size is not what all have in common.
+    """
+    spans = []
+    for kind in (False, True):
+        sizes = [
+            _count(group.get("block_size"), 1)
+            for group, looks in zip(groups, looks_back, strict=True)
+            if looks == kind
+        ]
+        size, *others = {*(sizes or [block_size])}
+        if others or size is None or size % block_size:
+            return None
+        spans.append(size // block_size)
+    full, back = spans
+    return (full, back) if math.gcd(full, back) == 1 else None
+
+
+def _hold_alike(groups: Sequence[KvGroup]) -> bool:
+    """Whether groups hold blocks for the same tokens each, in ways that are known."""
     return (
         {group.get("kind") for group in groups} <= _LOOKS_BACK.keys()
-        and {group.get("block_size") for group in groups} == {block_size}
         and len({group.get(RETENTION) for group in groups}) == 1
         and all(group.get(name) in given for group in groups for name, given in _AS_THESE)
     )
@@ -362,7 +398,7 @@ class EngineShape:
             each = 2 if layout.leaves_two_every else 1
             return 1 + min(in_flight_tokens - 1, each * (2 if self.asynchronous else 1))
         tokens = min(layout.window - 1 + in_flight_tokens, self.max_model_len)
-        return -(-tokens // self.block_size) + 1
+        return -(-tokens // (self.block_size * layout.back_span)) + 1
 
     def held_blocks(self, tokens: Ints, in_flight_tokens: int = 1) -> Ints:
         """Return how many blocks requests hold of which so many tokens are computed.
@@ -373,11 +409,12 @@ class EngineShape:
 
         Shapes: those of tokens.
         """
-        whole = -(-tokens // self.block_size)
         layout = self.kv_layout or KvLayout()
-        in_window = np.minimum(whole, self.most_in_window(in_flight_tokens))
-        back = layout.looks_back.count(True)
-        held: Ints = (len(layout.looks_back) - back) * whole + back * in_window + layout.fixed
+        size, back = self.block_size, layout.looks_back.count(True)
+        spans = (layout.full_span, layout.back_span)
+        in_full, in_back = (-(-tokens // (size * span)) for span in spans)
+        in_window = np.minimum(in_back, self.most_in_window(in_flight_tokens))
+        held: Ints = (len(layout.looks_back) - back) * in_full + back * in_window + layout.fixed
         return held
 
     @property

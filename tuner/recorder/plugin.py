@@ -111,6 +111,7 @@ def _kept_config(vllm_config: Any) -> dict[str, Any]:  # noqa: ANN401
         "layers": list(getattr(text, "layer_types", None) or ()),
         "has_uneven_layers": any(getattr(text, name, None) for name in UNEVEN),
         "kv_shared_layers": int(getattr(text, "num_kv_shared_layers", None) or 0),
+        "kv_heads": _kv_heads(model, vllm_config.parallel_config),
         "sliding_window": model.get_sliding_window(),
         "vocab_size": int(model.get_vocab_size()),
     }
@@ -127,6 +128,21 @@ def _kept_config(vllm_config: Any) -> dict[str, Any]:  # noqa: ANN401
     ]
     kept["speculative_config"] = _kept_drafting(vllm_config.speculative_config)
     return kept | {name: getattr(vllm_config, name) is not None for name in PRESENCE}
+
+
+def _kv_heads(model: Any, parallel: Any) -> list[list[int]]:  # noqa: ANN401
+    """Return of how many heads each layer keeps keys on a device, and the size of one.
+
+    Empty where all are alike, or this vLLM's configuration does not tell.
+
+    Source: vllm/config/model_arch.py, ModelArchitectureConfig.
+    """
+    whole: Any = getattr(model, "model_arch_config", None)
+    layers = range(len(getattr(whole, "per_layer_overrides", None) or ()))
+    return [
+        [int(model.get_num_kv_heads(parallel, whole[at])), int(whole[at].head_size)]
+        for at in layers
+    ]
 
 
 def _kept_drafting(drafting: Any) -> dict[str, Any] | None:  # noqa: ANN401

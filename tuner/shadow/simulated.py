@@ -221,6 +221,9 @@ def _go_by_layout(g: NDArray[np.int64], engine: SimulatedEngine, room: int) -> N
     g[s.GROUPS], g[s.WINDOWED] = len(layout.looks_back), sum(layout.looks_back)
     g[s.WINDOW], g[s.ROOM_OF_GROUP] = layout.window, room
     g[s.WIDTH] = room * g[s.GROUPS]
+    g[s.FULL_SPAN], g[s.BACK_SPAN] = layout.full_span, layout.back_span
+    g[s.ALIGNED] = layout.aligned
+    g[s.ROUND] = layout.aligned * engine.shape.block_size
     # Up to 0.25 what lies behind a window is given back while a batch on its way may read it.
     g[s.SETTLES] = engine.shape.asynchronous and engine.shape.is_since(26)
     # Up to 0.28 no configuration says how much is retained.
@@ -316,12 +319,12 @@ def work(g: NDArray[np.int64]) -> NDArray[np.int64]:
     sizes = {
         s.AT_RUN: 2 * slots + 2,
         s.AT_CALENDAR: days,
-        s.AT_PHASES: block,
+        s.AT_WANTED: int(g[s.ROUND]),
         s.AT_BUCKETS: block,
         s.AT_FRONT: slots + 1,
         s.AT_FREE_SLOTS: slots,
         s.AT_UNSTEADY: 16 * slots if g[s.WINDOWED] else 0,
-        s.AT_LONG: block if counts else 0,
+        s.AT_LONG: block * int(g[s.BACK_SPAN]) if counts else 0,
         s.AT_OVERTAKES: days if counts else 0,
         s.AT_SINGLES: s.PIPE * 2 * slots,
         s.AT_ENDS: s.PIPE * 2 * slots,

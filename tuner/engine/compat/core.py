@@ -170,7 +170,7 @@ class Core:
             vllm_version=vllm_version(),
             vocab_size=int(config.model_config.get_vocab_size()),
             max_model_len=int(config.model_config.max_model_len),
-            block_size=int(self._scheduler.block_size),
+            block_size=int(config.cache_config.block_size),
             num_blocks=int(config.cache_config.num_gpu_blocks),
             ceiling=self._ceiling,
             can_change_limits=self._limit_names is not None,

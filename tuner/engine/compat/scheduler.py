@@ -155,7 +155,8 @@ def with_layers(
     """Return the shape with the KV-cache groups that vLLM makes of such layers.
 
     `retention` is the configured interval at which the prefix cache keeps what some layers need
-    no more. Heads are taken to be alike in all layers, and states to be as large as a block.
+    no more. Heads are taken to be alike in all layers that do not say theirs, and states to be
+    as large as a block.
 
     Shapes: layers is [layers], each a group of that layer alone.
     Raises: UsageError without vLLM; ShadowError where it knows no such groups.
@@ -164,11 +165,13 @@ def with_layers(
     from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 
     if getattr(config.cache_config, "kv_cache_layout", "") is None:
-        # An engine asks its attention for one; for layers alike in size it decides nothing.
+        # An engine asks its attention for one; blocks of the usual ones are alike in bytes.
         config.cache_config.kv_cache_layout = "LBNHC"
     size = _spec({"kind": "FullAttentionSpec", "block_size": shape.block_size}).page_size_bytes
     named = {
-        f"layer {number}": _spec({**layer, "page_size_padded": size})
+        f"layer {number}": _spec(
+            layer if "head_size" in layer else {**layer, "page_size_padded": size}
+        )
         for number, layer in enumerate(layers)
     }
     specs = [group.kv_cache_spec for group in get_kv_cache_groups(config, named)]

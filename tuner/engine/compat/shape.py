@@ -215,12 +215,15 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 _STATES: Final = {"linear_attention": ("Qwen3Next", "Qwen3_5"), "conv": ("Lfm2",)}
 """Those that keep a state, and the models of which it is known that they leave no two."""
 
+_SIZES: Final = ("Gemma4",)
+"""Models of whose layers nothing but heads and their size decides how much they keep."""
+
 
 def recorded_layers(config: Mapping[str, Any]) -> tuple[KvGroup, ...]:
     """Return how each layer keeps keys and values, as a group of it alone.
 
     Of a model whose layers are all alike, one layer. Those that read another layer's keys and
-    values keep none of their own.
+    values keep none of their own. Where heads differ each has its number and size of them.
     """
     model, cache = config["model_config"], config["cache_config"]
     size, window = int(cache["block_size"]), int(model["sliding_window"] or 0)
@@ -232,7 +235,9 @@ def recorded_layers(config: Mapping[str, Any]) -> tuple[KvGroup, ...]:
     if not by_kind.keys() >= {*own}:
         state = _recorded_state(config)
         by_kind |= dict.fromkeys(_STATES, state)
-    return tuple(by_kind[kind] for kind in own)
+    heads = model["kv_heads"] or [()] * len(own)
+    sizes = [dict(zip(("num_kv_heads", "head_size"), each, strict=False)) for each in heads]
+    return tuple({**by_kind[kind], **size} for kind, size in zip(own, sizes, strict=False))
 
 
 def _recorded_state(config: Mapping[str, Any]) -> KvGroup:
@@ -256,6 +261,7 @@ def _recorded_state(config: Mapping[str, Any]) -> KvGroup:
 def _unusual_layers(model: Mapping[str, Any]) -> list[str]:
     """Return what keeps keys and values in a way that no configuration tells, in words."""
     kinds, architecture = {*model["layers"]}, str(model["architecture"])
+    tells_sizes = architecture.startswith(_SIZES) and bool(model["kv_heads"])
     known = {kind for kind, names in _STATES.items() if architecture.startswith(names)}
     others = kinds - {_FULL, _SLIDING} - known
     return [
@@ -263,8 +269,8 @@ def _unusual_layers(model: Mapping[str, Any]) -> list[str]:
         for words, holds in (
             (f"layers of {', '.join(sorted(others))}", bool(others)),
             ("state-space layers", bool(model["is_hybrid"]) and not kinds & known),
-            # vLLM groups those by their bytes, of which a recording has none.
-            ("layers of several sizes", bool(model["has_uneven_layers"])),
+            # vLLM groups those by their bytes.
+            ("layers of several sizes", bool(model["has_uneven_layers"]) and not tells_sizes),
         )
         if holds
     ]

@@ -16,6 +16,8 @@ from tuner.shadow.schedule.blocks import (
     grow,
     key_at,
     needed_blocks,
+    over,
+    span_of,
     taken_by,
     unlink,
 )
@@ -48,17 +50,19 @@ def _is_cached(g, kv, row, slot, at, looks_back):
 
 @inner
 def _in_window(g, kv, row, slot, hits):
-    """Return how many of the first blocks serve groups that look back a window.
+    """Return how many of the first blocks of tokens serve groups that look back a window.
 
-    Only those before the end of a hit are read: the last stretch that is as long as a window,
-    or where there is none, what the prompt begins with.
+    Only those before the end of a hit are read: the last stretch that is as long as a window
+    and ends where a hit can, or where there is none, what the prompt begins with.
     """
-    wanted, together = blocks_of_window(g), 0
-    for at in range(hits - 1, -1, -1):
+    wanted, together, span = blocks_of_window(g), 0, g[s.BACK_SPAN]
+    for at in range(hits // span - 1, -1, -1):
+        if together == 0 and (at + 1) * span % g[s.ALIGNED]:
+            continue
         together = together + 1 if _is_cached(g, kv, row, slot, at, s.LOOKS_BACK) else 0
         if together == wanted:
-            return at + together
-    return together
+            return (at + together) * span
+    return together * span
 
 
 @inner
@@ -70,10 +74,10 @@ def _hits(g, kv, row, slot, tokens):
     """
     hits, idle = (tokens - 1) // g[s.BLOCK], 0
     if g[s.WINDOWED] < g[s.GROUPS]:
-        at = 0
-        while at < hits and _is_cached(g, kv, row, slot, at, s.SEES_ALL):
+        at, span = 0, g[s.FULL_SPAN]
+        while at < hits // span and _is_cached(g, kv, row, slot, at, s.SEES_ALL):
             at += 1
-        hits = at
+        hits = at * span // g[s.ALIGNED] * g[s.ALIGNED]
     elsewhere = 0
     if g[s.WINDOWED]:
         most = hits
@@ -83,8 +87,9 @@ def _hits(g, kv, row, slot, tokens):
     if g[s.DROPS_HIT] and hits > 0:
         hits -= 1
     for group in range(g[s.GROUPS]):
+        span = span_of(g, kv, group)
         skipped = behind_window(g, hits * g[s.BLOCK]) if kv.looks_back[group] else 0
-        for at in range(skipped, hits):
+        for at in range(skipped // span, hits // span):
             block = find_block(g, kv, slot, key_at(g, kv, row, at, group))
             idle += kv.pool[block, s.HOLDERS] == 0
     return hits, idle, elsewhere
@@ -96,8 +101,9 @@ def _adopt(g, sl, kv, slot, hits):
     row = sl[slot, s.ROW]
     skipped = behind_window(g, hits * g[s.BLOCK]) if g[s.WINDOWED] else 0
     for group in range(g[s.GROUPS]):
-        first = group * g[s.ROOM_OF_GROUP]
-        for at in range(skipped if kv.looks_back[group] else 0, hits):
+        first, span = group * g[s.ROOM_OF_GROUP], span_of(g, kv, group)
+        begin = skipped // span if kv.looks_back[group] else 0
+        for at in range(begin, hits // span):
             block = find_block(g, kv, slot, key_at(g, kv, row, at, group))
             if kv.pool[block, s.HOLDERS] == 0:
                 unlink(kv.pool, block)
@@ -114,9 +120,11 @@ def _reserved(g, tokens, hits, last):
     full = (tokens + g[s.BLOCK] - 1) // g[s.BLOCK]
     if g[s.STATES]:
         states = states_left(g, hits * g[s.BLOCK], tokens, last)
-        return taken_by(g, full - hits, states)
-    in_window = max(0, min(full, g[s.MOST_IN_WINDOW]) - hits)
-    return (g[s.GROUPS] - g[s.WINDOWED]) * (full - hits) + g[s.WINDOWED] * in_window
+        return taken_by(g, hits, full, states)
+    span, back = g[s.FULL_SPAN], g[s.BACK_SPAN]
+    in_window = max(0, min(over(full, back), g[s.MOST_IN_WINDOW]) - hits // back)
+    in_full = over(full, span) - hits // span
+    return (g[s.GROUPS] - g[s.WINDOWED]) * in_full + g[s.WINDOWED] * in_window
 
 
 @inlined
@@ -160,7 +168,7 @@ def admit_waiting(g, w, sl, r, q, tr, kv, budget, threshold, defers):
         if g[s.RESERVES] and _reserved(g, tokens, hits, last) > spare:
             break
         needed = needed_blocks(g, before + wanted, g[s.LOOKAHEAD] * g[s.ADMITS_AHEAD])
-        if taken_by(g, needed - hits, states) > spare:
+        if taken_by(g, hits, needed, states) > spare:
             break
         if slot < 0:
             if g[s.FREE_SLOTS] == 0:

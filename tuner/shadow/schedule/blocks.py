@@ -1,8 +1,11 @@
 """Blocks of the KV cache: counted, or with the prefix cache as vLLM keeps it.
 
-A request holds a block for the same tokens in every group of layers; a group of sliding-window
+A request holds blocks for the same tokens in every group of layers; a group of sliding-window
 attention, which looks back a window, gives back what lies behind it. One of state-space layers
 is like one with a window of two tokens, but takes no blocks for what a batch passes over.
+
+Tokens are counted in blocks of BLOCK of them; a block of a group is a whole number of these,
+its span, so that blocks of layers whose keys and values are smaller hold more tokens.
 
 Source: vLLM 0.32, vllm/v1/core/kv_cache_manager.py, single_type_kv_cache_manager.py,
 block_pool.py.
@@ -76,11 +79,25 @@ def _take_block(g, r, kv):
 
 
 @inner
+def span_of(g, kv, group):
+    """Return how many blocks of tokens a block of a group is as large as."""
+    return g[s.BACK_SPAN] if kv.looks_back[group] else g[s.FULL_SPAN]
+
+
+@inner
+def over(blocks, span):
+    """Return how many blocks of a span hold so many blocks of tokens."""
+    return (blocks + span - 1) // span
+
+
+@inner
 def key_at(g, kv, row, at, group):
     """Return the key of a request's block: shared with equal beginnings, or its own.
 
-    What it holds of the turn before it has that turn's keys. Each group has its own.
+    What it holds of the turn before it has that turn's keys. Each group has its own, of the
+    last of the tokens.
     """
+    at = (at + 1) * span_of(g, kv, group) - 1
     end = (at + 1) * g[s.BLOCK] + g[s.HASHED_AHEAD]
     while end <= kv.held[row]:
         row = kv.before[row]
@@ -127,19 +144,26 @@ def _remember(g, kv, slot, block, key):
 @inner
 def blocks_of_window(g):
     """Return of how many blocks before its end a hit needs all, where layers look back."""
-    return (g[s.WINDOW] - 2) // g[s.BLOCK] + 1
+    return (g[s.WINDOW] - 2) // (g[s.BLOCK] * g[s.BACK_SPAN]) + 1
 
 
 @inner
 def _serves_a_hit(g, sl, slot, at):
-    """Whether the prefix cache keeps a block of a group that looks back a window."""
-    if at < sl[slot, s.SKIPPED]:
+    """Whether the prefix cache keeps a block of a group that looks back a window.
+
+    Of all hits that could be, or where RETENTION says which, of these alone.
+    """
+    span = g[s.BACK_SPAN]
+    if at < sl[slot, s.SKIPPED] // span:
         return False
-    wanted, each = blocks_of_window(g), g[s.RETENTION]
-    if each < 0 or (each > 0 and at % each >= each - wanted):
+    wanted = blocks_of_window(g)
+    each = (g[s.ALIGNED] if g[s.RETENTION] < 0 else g[s.RETENTION]) // span
+    if each > 0 and at % each >= each - wanted:
         return True
-    end = (sl[slot, s.PROMPT] - 1) // g[s.BLOCK]
-    junction = sl[slot, s.JUNCTION]
+    if g[s.RETENTION] < 0:
+        return False
+    end = (sl[slot, s.PROMPT] - 1) // g[s.ROUND] * g[s.ALIGNED] // span
+    junction = sl[slot, s.JUNCTION] // span
     return end - wanted <= at < end or junction - wanted <= at < junction
 
 
@@ -160,8 +184,8 @@ def _key_blocks(g, sl, kv, slot, full, step):
     """Give so many blocks of a request their keys, but for those that have them."""
     row = sl[slot, s.ROW]
     for group in range(g[s.GROUPS]):
-        first = group * g[s.ROOM_OF_GROUP]
-        for at in range(sl[slot, s.CACHED], full):
+        first, span = group * g[s.ROOM_OF_GROUP], span_of(g, kv, group)
+        for at in range(sl[slot, s.CACHED] // span, full // span):
             block = kv.tables[0, slot, first + at]
             if block == s.NO_BLOCK:
                 continue
@@ -173,17 +197,29 @@ def _key_blocks(g, sl, kv, slot, full, step):
 
 @inlined
 def cache_up_to(g, sl, kv, slot, tokens, step):
-    """Give all blocks that so many tokens fill their keys; -1 as step where none is begun."""
+    """Give all blocks that so many tokens fill their keys; -1 as step where none is begun.
+
+    Up to where a hit can end.
+    """
     if g[s.KEYS_ANEW]:
         key_anew(g, sl, kv, slot, tokens, step)
-    full = tokens // g[s.BLOCK]
+    full = tokens // g[s.ROUND] * g[s.ALIGNED]
     if full > sl[slot, s.CACHED]:
         _key_blocks(g, sl, kv, slot, full, step)
 
 
 @inner
-def taken_by(g, more, states):
-    """Return how many blocks all groups take for so many more of a request, and its states."""
+def taken_by(g, have, blocks, states):
+    """Return how many blocks all groups take for a request's blocks of tokens, with those had.
+
+    Groups that keep states take no more than so many of them.
+    """
+    if g[s.ALIGNED] > 1:
+        full, back, windowed = g[s.FULL_SPAN], g[s.BACK_SPAN], g[s.WINDOWED]
+        in_full, in_back = over(blocks, full), over(blocks, back)
+        taken = (g[s.GROUPS] - windowed) * (in_full - over(have, full))
+        return taken + windowed * (in_back - over(have, back))
+    more = blocks - have
     taken = g[s.GROUPS] * more
     if g[s.STATES] and more > states:
         taken -= g[s.STATES] * (more - states)
@@ -197,23 +233,23 @@ def _take_blocks(g, r, kv, slot, have, blocks, states):
         passed = have
         if g[s.STATES] and kv.looks_back[group]:
             passed = max(have, blocks - states)
-        first = group * g[s.ROOM_OF_GROUP]
+        first, span = group * g[s.ROOM_OF_GROUP], span_of(g, kv, group)
         for at in range(have, passed):
             kv.tables[0, slot, first + at] = s.NO_BLOCK
-        for at in range(passed, blocks):
+        for at in range(over(passed, span), over(blocks, span)):
             kv.tables[0, slot, first + at] = _take_block(g, r, kv)
 
 
 @inlined
 def needed_blocks(g, tokens, ahead):
-    """Return how many blocks so many tokens take of a group, with so many ahead of them."""
+    """Return how many blocks of tokens a request has, with so many ahead of them."""
     last = min(tokens + ahead, g[s.MAX_LENGTH])
     return (last + g[s.BLOCK] - 1) // g[s.BLOCK]
 
 
 @inlined
 def grow(g, sl, r, kv, slot, blocks, states):
-    """Let a request hold so many blocks; the caller has seen that they are there.
+    """Let a request hold so many blocks of tokens; the caller has seen that they are there.
 
     Groups that keep states take no more than so many, of the last tokens.
     """
@@ -224,12 +260,12 @@ def grow(g, sl, r, kv, slot, blocks, states):
     if g[s.IS_CACHED]:
         _take_blocks(g, r, kv, slot, have, blocks, states)
     else:
-        g[s.FREE] -= g[s.GROUPS] * (blocks - have) + (g[s.FIXED] if have == 0 else 0)
+        g[s.FREE] -= taken_by(g, have, blocks, blocks) + (g[s.FIXED] if have == 0 else 0)
 
 
 @inner
 def behind_window(g, settled):
-    """Return how many blocks lie behind the window of what comes after so many tokens."""
+    """Return how many blocks of tokens lie behind the window of what comes after so many."""
     return max(0, settled - g[s.WINDOW] + 1) // g[s.BLOCK]
 
 
@@ -241,13 +277,13 @@ def slide(g, sl, kv, slot, settled):
     begin, end = sl[slot, s.SKIPPED], min(behind_window(g, settled), sl[slot, s.BLOCKS])
     if end <= begin:
         return
-    sl[slot, s.SKIPPED] = end
+    sl[slot, s.SKIPPED], span = end, g[s.BACK_SPAN]
     if not g[s.IS_CACHED]:
-        g[s.FREE] += g[s.WINDOWED] * (end - begin)
+        g[s.FREE] += g[s.WINDOWED] * (end // span - begin // span)
         return
     for group in range(g[s.GROUPS]):
         if kv.looks_back[group]:
-            _give_back(g, kv, slot, group, begin, end)
+            _give_back(g, kv, slot, group, begin // span, end // span)
 
 
 @inner
@@ -280,8 +316,11 @@ def release(g, sl, kv, slot):
     blocks, skipped = sl[slot, s.BLOCKS], sl[slot, s.SKIPPED]
     sl[slot, s.BLOCKS] = sl[slot, s.CACHED] = sl[slot, s.SKIPPED] = 0
     if not g[s.IS_CACHED]:
-        g[s.FREE] += g[s.GROUPS] * blocks - g[s.WINDOWED] * skipped
+        given_back = g[s.WINDOWED] * (skipped // g[s.BACK_SPAN])
+        g[s.FREE] += taken_by(g, 0, blocks, blocks) - given_back
         g[s.FREE] += g[s.FIXED] if blocks > 0 else 0
         return
     for group in range(g[s.GROUPS]):
-        _give_back(g, kv, slot, group, skipped if kv.looks_back[group] else 0, blocks)
+        span = span_of(g, kv, group)
+        begin = skipped // span if kv.looks_back[group] else 0
+        _give_back(g, kv, slot, group, begin, over(blocks, span))

@@ -42,15 +42,32 @@ def _strike(g, w, sl, slot):
 
 
 @inner
-def _phase(g, sl, slot):
-    """Return at which steps, modulo the block size, a decoding request wants a block."""
-    return (sl[slot, s.END] + 2 - sl[slot, s.PROMPT] - sl[slot, s.OUTPUT]) % g[s.BLOCK]
+def _phase(sl, slot):
+    """Return the step in which a request decodes its first token, if it ever did."""
+    return sl[slot, s.END] + 2 - sl[slot, s.PROMPT] - sl[slot, s.OUTPUT]
+
+
+@inlined
+def _want_blocks(g, w, phase, sign):
+    """Count the blocks that a decoding request wants by step modulo ROUND, or no more."""
+    for back in range(2):
+        groups = g[s.WINDOWED] if back else g[s.GROUPS] - g[s.WINDOWED]
+        span = g[s.BACK_SPAN] if back else g[s.FULL_SPAN]
+        for at in range(0, g[s.ALIGNED], span):
+            w[g[s.AT_WANTED] + (phase + at * g[s.BLOCK]) % g[s.ROUND]] += sign * groups
+
+
+@inner
+def wanted_blocks(g, w, step):
+    """Return how many blocks all who decode want in a step."""
+    return w[g[s.AT_WANTED] + step % g[s.ROUND]]
 
 
 @inlined
 def _join_bucket(g, w, sl, slot):
-    phase = _phase(g, sl, slot)
-    w[g[s.AT_PHASES] + phase] += 1
+    phase = _phase(sl, slot)
+    _want_blocks(g, w, phase, 1)
+    phase %= g[s.BLOCK]
     if g[s.IS_CACHED]:
         first = w[g[s.AT_BUCKETS] + phase]
         sl[slot, s.BUCKET_NEXT], sl[slot, s.BUCKET_BEFORE] = first, -1
@@ -61,8 +78,9 @@ def _join_bucket(g, w, sl, slot):
 
 @inlined
 def _leave_bucket(g, w, sl, slot):
-    phase = _phase(g, sl, slot)
-    w[g[s.AT_PHASES] + phase] -= 1
+    phase = _phase(sl, slot)
+    _want_blocks(g, w, phase, -1)
+    phase %= g[s.BLOCK]
     if g[s.IS_CACHED]:
         before, after = sl[slot, s.BUCKET_BEFORE], sl[slot, s.BUCKET_NEXT]
         if before >= 0:
@@ -94,6 +112,12 @@ def settled_before(g, sl, slot):
 
 
 @inner
+def _block_behind(g):
+    """Return how many tokens a block holds that lies behind a window."""
+    return g[s.BLOCK] * g[s.BACK_SPAN]
+
+
+@inner
 def steady_from(g):
     """Return from when on who begins to decode in this step gives back one block at a time.
 
@@ -118,8 +142,9 @@ def _begin_to_overtake(g, w, sl, slot):
     # Of a step less this so much lies behind the window.
     less = sl[slot, s.END] + 1 - sl[slot, s.PROMPT] - sl[slot, s.OUTPUT]
     less += g[s.SETTLES] + g[s.WINDOW]
-    behind = max(sl[slot, s.STEADY] - less, g[s.BLOCK])
-    whole = (behind + g[s.BLOCK] - 1) // g[s.BLOCK] * g[s.BLOCK]
+    block = _block_behind(g)
+    behind = max(sl[slot, s.STEADY] - less, block)
+    whole = (behind + block - 1) // block * block
     sl[slot, s.OVERTAKES] = whole + less
     if whole + less <= sl[slot, s.END]:
         w[g[s.AT_OVERTAKES] + ((whole + less) & g[s.LAST_DAY])] += 1
@@ -158,7 +183,7 @@ def _overtake_no_more(g, w, sl, slot):
     if g[s.IS_CACHED] or step > sl[slot, s.END]:
         return
     if step <= g[s.OVERTAKEN]:
-        w[g[s.AT_LONG] + step % g[s.BLOCK]] -= 1
+        w[g[s.AT_LONG] + step % _block_behind(g)] -= 1
     else:
         w[g[s.AT_OVERTAKES] + (step & g[s.LAST_DAY])] -= 1
 
@@ -166,7 +191,8 @@ def _overtake_no_more(g, w, sl, slot):
 @inner
 def overtake(g, w, step):
     """Return how many blocks all who decode steadily give back in a step, if only counted."""
-    at, phase = g[s.AT_OVERTAKES] + (step & g[s.LAST_DAY]), g[s.AT_LONG] + step % g[s.BLOCK]
+    at = g[s.AT_OVERTAKES] + (step & g[s.LAST_DAY])
+    phase = g[s.AT_LONG] + step % _block_behind(g)
     w[phase] += w[at]
     w[at] = 0
     g[s.OVERTAKEN] = step

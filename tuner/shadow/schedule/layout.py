@@ -51,9 +51,11 @@ NOBODY, PREFILLS, DECODES, PREEMPTED, VERIFIES = range(5)
     # of a request that one group's part of a table has room for. SETTLES says whether what lies
     # behind a window is kept until no batch on its way reads it. RETENTION is after how many
     # blocks the prefix cache keeps a window, -1 where it keeps all; JUNCTIONS says whether it
-    # does where prompts part.
+    # does where prompts part. A block of those that look back is as large as BACK_SPAN blocks
+    # of BLOCK tokens, of others as FULL_SPAN; a hit ends at a multiple of ALIGNED such blocks,
+    # or ROUND tokens.
     GROUPS, WINDOWED, WINDOW, MOST_IN_WINDOW, ROOM_OF_GROUP, SETTLES,
-    RETENTION, JUNCTIONS,
+    RETENTION, JUNCTIONS, FULL_SPAN, BACK_SPAN, ALIGNED, ROUND,
     # How many of the groups that look back keep states, of which a request takes one at a time,
     # where a part of its prompt ends, or two if it is a multiple of TWO_EVERY tokens; whether
     # such a part ends before the last token in any case; whether the state there gets its key
@@ -70,11 +72,11 @@ NOBODY, PREFILLS, DECODES, PREEMPTED, VERIFIES = range(5)
     # where it does not go by the cap.
     ADMITS_AHEAD, PADDING, DRAFT_SLOTS, BESIDE,
     # Where the parts of the work array begin.
-    AT_RUN, AT_CALENDAR, AT_PHASES, AT_BUCKETS, AT_FRONT, AT_FREE_SLOTS,
+    AT_RUN, AT_CALENDAR, AT_WANTED, AT_BUCKETS, AT_FRONT, AT_FREE_SLOTS,
     AT_UNSTEADY, AT_LONG, AT_OVERTAKES,
     AT_SINGLES, AT_ENDS, AT_BATCHES, AT_MIXED, AT_KNOTS, AT_FACTORS, FACTOR_ROWS,
     FACTOR_COLUMNS, AT_LAUNCHES, AT_RATES, INTEGERS,
-) = range(120)  # fmt: skip
+) = range(124)  # fmt: skip
 
 # The instants and seconds of a replay's state, and the sums over its steps.
 (

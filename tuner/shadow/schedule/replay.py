@@ -16,7 +16,7 @@ from tuner.shadow.schedule.clock import (
     spread_of,
     step_s,
 )
-from tuner.shadow.schedule.decoding import day_of, overtake, squares_at
+from tuner.shadow.schedule.decoding import day_of, overtake, squares_at, wanted_blocks
 from tuner.shadow.schedule.drafts import bring_out
 from tuner.shadow.schedule.ends import finish_batch, is_cut, stop, time_out
 from tuner.shadow.schedule.layout import inlined, inner
@@ -169,7 +169,7 @@ def _leap(g, x, w, t, sl, f, r, q, h, log, kv, tr, due_s):
     until_s = _quiet_until(g, x, f, r, q, due_s)
     ahead, began = g[s.AHEAD], g[s.STEP]
     if ahead:
-        if g[s.GROUPS] * w[g[s.AT_PHASES] + began % g[s.BLOCK]] > g[s.FREE]:
+        if wanted_blocks(g, w, began) > g[s.FREE]:
             return 0
         schedule_decodes(g, w, sl, r, kv)
         launch(g, x, w, t)
@@ -194,13 +194,13 @@ def _leap(g, x, w, t, sl, f, r, q, h, log, kv, tr, due_s):
 def _decode_on(g, x, w, t, sl, r, h, log, kv, until_s):
     """Take steps of those who decode until one of them ends, or an instant has come."""
     ahead, n, began, step = g[s.AHEAD], g[s.DECODING], g[s.STEP], g[s.STEP]
-    phase, block, phases, calendar = (
-        step % g[s.BLOCK],
-        g[s.BLOCK],
-        g[s.AT_PHASES],
+    wanted, calendar, free, blocks = (
+        g[s.AT_WANTED],
         g[s.AT_CALENDAR],
+        g[s.FREE],
+        g[s.ALL_BLOCKS],
     )
-    free, blocks, groups = g[s.FREE], g[s.ALL_BLOCKS], g[s.GROUPS]
+    at_wanted, last_wanted = wanted + step % g[s.ROUND], wanted + g[s.ROUND] - 1
     used = last_used = float(blocks - free)
     most_used, windowed = 0.0, g[s.WINDOWED] > 0
     attended = g[s.CONTEXT] + n * (step - ahead)
@@ -210,7 +210,7 @@ def _decode_on(g, x, w, t, sl, r, h, log, kv, until_s):
     apart_s, factor = x[s.SPREAD_S] * spread + 0.0, t[g[s.CAP] + 1 + n]
     launch_s, device, is_late = t[g[s.AT_LAUNCHES] + n], x[s.DEVICE], x[s.WAS_LATE] > 0
     first_s, took_s, used_sum, launched, was_late = 0.0, 0.0, 0.0, 0.0, False
-    while groups * w[phases + phase] <= free:
+    while w[at_wanted] <= free:
         if ahead:
             launched = now + launch_s
             was_late, is_late = is_late, launched > device
@@ -224,7 +224,7 @@ def _decode_on(g, x, w, t, sl, r, h, log, kv, until_s):
             let_decode(g, w, sl, r, kv)
             free = g[s.FREE]
         else:
-            free -= groups * w[phases + phase]
+            free -= w[at_wanted]
             if windowed:
                 free += overtake(g, w, step)
         used = float(blocks - free)
@@ -249,7 +249,7 @@ def _decode_on(g, x, w, t, sl, r, h, log, kv, until_s):
         if windowed:
             most_used = max(most_used, last_used)
         context += n
-        phase = phase + 1 if phase + 1 < block else 0
+        at_wanted = at_wanted + 1 if at_wanted < last_wanted else wanted
         step += 1
         if now >= until_s or w[calendar + ((step - 1) & g[s.LAST_DAY])] >= 0:
             break

@@ -34,6 +34,7 @@ from tuner.shadow.schedule.decoding import (
     overtake,
     settled_before,
     squares_at,
+    wanted_blocks,
 )
 from tuner.shadow.schedule.drafts import drafts_of_step, to_verify, verify
 from tuner.shadow.schedule.layout import inlined, inner
@@ -140,7 +141,7 @@ def _schedule_running(g, x, w, sl, f, r, tr, kv, threshold, defers):
             states = states_of_part(g, sl, slot, before, before + wanted)
         fits, omitted = True, 0
         slide(g, sl, kv, slot, settled_before(g, sl, slot))
-        while taken_by(g, needed - sl[slot, s.BLOCKS], states) > g[s.FREE]:
+        while taken_by(g, sl[slot, s.BLOCKS], needed, states) > g[s.FREE]:
             worst = _worst(g, w, sl, tr)
             if sl[worst, s.TAKEN] > 0:
                 budget += sl[worst, s.TAKEN] + beside
@@ -287,7 +288,7 @@ def let_decode(g, w, sl, r, kv):
     """Let everybody who decodes have the blocks and keys of this step."""
     step, block = g[s.STEP], g[s.BLOCK]
     if not g[s.IS_CACHED]:
-        g[s.FREE] -= g[s.GROUPS] * w[g[s.AT_PHASES] + step % block]
+        g[s.FREE] -= wanted_blocks(g, w, step)
         if g[s.WINDOWED]:
             g[s.FREE] += overtake(g, w, step)
             for i in range(g[s.UNSTEADY]):
@@ -316,7 +317,7 @@ def _schedule_calmly(g, w, sl, r, kv, threshold, defers):
     if g[s.DRAFTS]:
         return False
     block = g[s.BLOCK]
-    needed = g[s.GROUPS] * w[g[s.AT_PHASES] + g[s.STEP] % block]
+    needed = wanted_blocks(g, w, g[s.STEP])
     if g[s.DECODING] > g[s.BUDGET] or g[s.MISSING] > 0 or needed > g[s.FREE]:
         return False
     wanted = _calm_prefill(g, sl, threshold, defers)
@@ -329,7 +330,7 @@ def _schedule_calmly(g, w, sl, r, kv, threshold, defers):
         blocks = (before + wanted + block - 1) // block
         if g[s.TWO_EVERY]:
             states = states_of_part(g, sl, slot, before, before + wanted)
-        if needed + taken_by(g, blocks - sl[slot, s.BLOCKS], states) > g[s.FREE]:
+        if needed + taken_by(g, sl[slot, s.BLOCKS], blocks, states) > g[s.FREE]:
             return False
     batch = batch_at(g, g[s.STEP])
     w[batch + s.B_DECODES] = w[batch + s.B_EVEN] = g[s.DECODING]
