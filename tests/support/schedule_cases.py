@@ -10,6 +10,7 @@ from support.profile_parts import SHAPE
 from tuner.engine.compat.serve import installed_vllm
 from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import (
+    DRAFTS_IN,
     NO_GRAPHS,
     RETENTION,
     Drafts,
@@ -55,14 +56,21 @@ def random_case(
     """Return the case of a seed: small numbers, so that every edge is met often.
 
     One in seven serves by priority, or every one; one in four has layers that look back a
-    window, or every one, or none. None drafts, or every one; none has state-space layers, or
-    every one, of which one in five drafts.
+    window, or every one, or none. None drafts, or every one, of which those that do not say
+    have no windows; none has state-space layers, or every one, of which one in five drafts.
     """
     if has_states:
         return _with_states(seed, is_by_priority=is_by_priority)
     if has_drafts:
-        plain = random_case(seed, is_by_priority=is_by_priority, has_windows=False)
+        plain = _plain_case(seed, is_by_priority, bool(has_windows), has_sizes=False)
         return _with_drafts(seed, plain)
+    return _plain_case(seed, is_by_priority, has_windows, has_sizes=True)
+
+
+def _plain_case(
+    seed: int, is_by_priority: bool, has_windows: bool | None, *, has_sizes: bool
+) -> Case:
+    """Return a case without drafts or states, and with blocks of several sizes or without."""
     rng = np.random.default_rng(seed)
     block = int(rng.choice([1, 4, 8, 16, 16, 16, 32]))
     # Drawn apart, so that cases without sessions stay what they were.
@@ -82,7 +90,8 @@ def random_case(
     apart = np.random.default_rng([seed, 5])
     if apart.random() < 0.25 if has_windows is None else has_windows:
         groups = _groups(apart, block)
-        groups = _with_sizes(np.random.default_rng([seed, 9]), groups, block)
+        if has_sizes:
+            groups = _with_sizes(np.random.default_rng([seed, 9]), groups, block)
         kinds = " and ".join(str(group["kind"]) for group in groups)
         shape, is_scarce = replace(shape, kv_kind=kinds, kv_groups=groups), blocks < enough
         scarce = _scarce(apart, shape, ceiling if shape.scheduler[RESERVES] else limits)
@@ -147,7 +156,28 @@ def _with_drafts(seed: int, case: Case) -> Case:
         engine.ceiling,
         max_num_batched_tokens=max(budget, engine.ceiling.max_num_batched_tokens),
     )
-    return replace(case, engine=replace(engine, ceiling=ceiling), limits=limits)
+    engine = replace(engine, ceiling=ceiling)
+    if engine.shape.kv_groups:
+        engine = _that_drafts_in(ways, engine)
+    return replace(case, engine=engine, limits=limits)
+
+
+def _that_drafts_in(rng: np.random.Generator, engine: SimulatedEngine) -> SimulatedEngine:
+    """Return an engine with room for drafts, and in which groups they are, or not.
+
+    Source: vllm/v1/core/kv_cache_utils.py, _annotate_eagle_groups.
+    """
+    kind = str(rng.choice(["FullAttentionSpec", "SlidingWindowSpec", "neither"]))
+    is_said = engine.shape.drops_hit
+    groups = tuple(
+        {**group, DRAFTS_IN: True} if is_said and group["kind"] == kind else group
+        for group in engine.shape.kv_groups
+    )
+    shape = replace(engine.shape, kv_groups=groups)
+    ahead = shape.draft_tokens + shape.lookahead_tokens
+    longest, in_flight = np.array([shape.max_model_len + ahead]), engine.ceiling
+    least = int(shape.held_blocks(longest, 2 * in_flight.max_num_batched_tokens)[0]) + 2
+    return replace(engine, shape=shape, num_blocks=max(engine.num_blocks, least))
 
 
 def _with_states(seed: int, *, is_by_priority: bool) -> Case:

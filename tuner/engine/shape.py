@@ -27,6 +27,12 @@ FULL_ATTENTION: Final = "full_attention"
 RETENTION: Final = "prefix_cache_retention_interval"
 """The field of a group, and the option of vLLM, that is `KvLayout.retention`."""
 
+DRAFTS_IN: Final = "is_eagle_group"
+"""Whether layers that draft are in a group: its hits alone are cut by a block.
+
+Source: vllm/v1/kv_cache_interface.py, KVCacheGroupSpec.
+"""
+
 KvGroup = Mapping[str, bool | int | str | None]
 """A group of a model's KV cache: vLLM's class of it as `kind`, and its plain fields."""
 
@@ -45,7 +51,8 @@ class KvLayout:
     states that nobody else can go on from are in none of these: they are `fixed` blocks of each
     request, however long it is. Blocks of layers whose keys and values are smaller hold more
     tokens: those of layers that look back `back_span` times the cache's block_size, those of
-    others `full_span` times.
+    others `full_span` times. Where a cached prefix loses its last block to drafts, groups that
+    see all do if `full_drops`, and those that look back if `back_drops`.
 
     Units: tokens, of `fixed` blocks.
     """
@@ -58,6 +65,8 @@ class KvLayout:
     fixed: int = 0
     full_span: int = 1
     back_span: int = 1
+    full_drops: bool = True
+    back_drops: bool = True
 
     @property
     def aligned(self) -> int:
@@ -86,12 +95,14 @@ class KvLayout:
         spans = _spans(shared, looks_back, block_size)
         if spans is None or (has_states and spans != (1, 1)):
             return None
+        drops = _drops(shared, looks_back)
         if not back:
             return cls(looks_back, fixed=blocks)
         (window, two_every), *others = {_past(group) for group in back}
         kept = shared[0].get(RETENTION)
         retention = None if kept is None else _count(kept, 0)
-        known = cls(looks_back, window or 0, retention, has_states, two_every, blocks, *spans)
+        past = (window or 0, retention, has_states, two_every)
+        known = cls(looks_back, *past, blocks, *spans, *drops)
         whole = known.aligned * block_size
         is_whole = kept is None or (retention is not None and retention % whole == 0)
         return None if others or window is None or not is_whole else known
@@ -129,6 +140,17 @@ def _spans(
         spans.append(size // block_size)
     full, back = spans
     return (full, back) if math.gcd(full, back) == 1 else None
+
+
+def _drops(groups: Sequence[KvGroup], looks_back: Sequence[bool]) -> tuple[bool, bool]:
+    """Return whether drafts read a group that sees all, and one that looks back.
+
+    Where vLLM does not say which, all.
+    """
+    kinds = {
+        looks for group, looks in zip(groups, looks_back, strict=True) if group.get(DRAFTS_IN)
+    }
+    return (False in kinds or not kinds, True in kinds or not kinds)
 
 
 def _hold_alike(groups: Sequence[KvGroup]) -> bool:

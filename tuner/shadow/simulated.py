@@ -60,10 +60,13 @@ def unknown_options(shape: EngineShape) -> list[str]:
         for name, value in sorted(shape.scheduler.items())
         if name not in _KNOWN or ((allowed := _KNOWN[name]) and value not in allowed)
     ]
-    back = () if shape.kv_layout is None else shape.kv_layout.looks_back
-    if shape.drafts is not None and any(back):
-        notes.append("drafts beside layers that look back a window, or keep states")
-    if shape.kv_layout is None:
+    layout = shape.kv_layout
+    if shape.drafts is not None and layout is not None:
+        if layout.keeps_states:
+            notes.append("drafts beside layers that keep states which others go on from")
+        if layout.aligned > 1:
+            notes.append("drafts beside blocks of several sizes")
+    if layout is None:
         kinds = Counter(shape.kv_kind.split(" and ")).items()
         words = " and ".join(f"{n} {kind}" if n > 1 else kind for kind, n in kinds)
         notes.append(f"a KV cache of {words}")
@@ -208,7 +211,6 @@ def _go_by_slots(g: NDArray[np.int64], shape: EngineShape, limits: EngineLimits)
 def _go_by_drafts(g: NDArray[np.int64], shape: EngineShape) -> int:
     """Set how much decoding requests verify; return for how many tokens ahead there is room."""
     g[s.DRAFTS], g[s.LOOKAHEAD] = shape.draft_tokens, shape.lookahead_tokens
-    g[s.DROPS_HIT] = shape.drops_hit
     # Since 0.33 what is accepted has its keys at once, of a synchronous engine too.
     g[s.KEYS_AT_ONCE] = shape.asynchronous or (shape.drafts is not None and shape.is_since(33))
     batches = 2 if shape.asynchronous else 1
@@ -222,7 +224,8 @@ def _go_by_layout(g: NDArray[np.int64], engine: SimulatedEngine, room: int) -> N
     g[s.WINDOW], g[s.ROOM_OF_GROUP] = layout.window, room
     g[s.WIDTH] = room * g[s.GROUPS]
     g[s.FULL_SPAN], g[s.BACK_SPAN] = layout.full_span, layout.back_span
-    g[s.ALIGNED] = layout.aligned
+    g[s.ALIGNED], drops = layout.aligned, engine.shape.drops_hit
+    g[s.FULL_DROPS], g[s.BACK_DROPS] = drops and layout.full_drops, drops and layout.back_drops
     g[s.ROUND] = layout.aligned * engine.shape.block_size
     # Up to 0.25 what lies behind a window is given back while a batch on its way may read it.
     g[s.SETTLES] = engine.shape.asynchronous and engine.shape.is_since(26)

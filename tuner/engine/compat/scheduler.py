@@ -13,12 +13,13 @@ from typing import Any, Final
 
 from tuner.engine.compat.core import change_limits, limit_names
 from tuner.engine.compat.serve import parse_serve_values, quiet, resolve_config
-from tuner.engine.compat.shape import DRAFTS_IN, plain_group
+from tuner.engine.compat.shape import plain_group
 from tuner.engine.demo import demo_engine_args
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Emitted, Prompt
 from tuner.engine.shape import (
     DRAFT_MODEL,
+    DRAFTS_IN,
     FULL_ATTENTION,
     HEADS,
     RETENTION,

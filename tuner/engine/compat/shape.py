@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 from tuner.engine.shape import (
+    DRAFTS_IN,
     FULL_ATTENTION,
     RETENTION,
     SETTING_GRAPHS,
@@ -69,13 +70,6 @@ def read_shape(
         for spec, group in zip(specs, kv_cache_config.kv_cache_groups, strict=True)
     )
     return replace(shape, kv_kind=kinds, kv_groups=groups, block_bytes=bytes_each)
-
-
-DRAFTS_IN: Final = "is_eagle_group"
-"""Whether layers that draft are in a group: its hits alone are cut by a block.
-
-Source: vllm/v1/kv_cache_interface.py, KVCacheGroupSpec.
-"""
 
 
 def plain_group(spec: Any, retention: int | None) -> KvGroup:

@@ -49,20 +49,27 @@ def _is_cached(g, kv, row, slot, at, looks_back):
 
 
 @inner
-def _in_window(g, kv, row, slot, hits):
+def _looked_up(g, hits, tokens, drops):
+    """Return how many blocks are looked up for a hit: one more where the last is dropped."""
+    return min(hits + 1, tokens // g[s.BLOCK]) if drops and g[s.GROUPS] > 1 else hits
+
+
+@inner
+def _in_window(g, kv, row, slot, hits, tokens):
     """Return how many of the first blocks of tokens serve groups that look back a window.
 
     Only those before the end of a hit are read: the last stretch that is as long as a window
     and ends where a hit can, or where there is none, what the prompt begins with.
     """
-    wanted, together, span = blocks_of_window(g), 0, g[s.BACK_SPAN]
-    for at in range(hits // span - 1, -1, -1):
+    span, drops = g[s.BACK_SPAN], g[s.BACK_DROPS]
+    wanted, together = blocks_of_window(g) + drops, 0
+    for at in range(_looked_up(g, hits, tokens, drops) // span - 1, -1, -1):
         if together == 0 and (at + 1) * span % g[s.ALIGNED]:
             continue
         together = together + 1 if _is_cached(g, kv, row, slot, at, s.LOOKS_BACK) else 0
         if together == wanted:
-            return (at + together) * span
-    return together * span
+            return (at + together) * span - drops
+    return max(0, together * span - drops)
 
 
 @inner
@@ -74,18 +81,17 @@ def _hits(g, kv, row, slot, tokens):
     """
     hits, idle = (tokens - 1) // g[s.BLOCK], 0
     if g[s.WINDOWED] < g[s.GROUPS]:
-        at, span = 0, g[s.FULL_SPAN]
-        while at < hits // span and _is_cached(g, kv, row, slot, at, s.SEES_ALL):
+        at, span, drops = 0, g[s.FULL_SPAN], g[s.FULL_DROPS]
+        last = _looked_up(g, hits, tokens, drops) // span
+        while at < last and _is_cached(g, kv, row, slot, at, s.SEES_ALL):
             at += 1
-        hits = at * span // g[s.ALIGNED] * g[s.ALIGNED]
+        hits = max(0, at * span - drops) // g[s.ALIGNED] * g[s.ALIGNED]
     elsewhere = 0
     if g[s.WINDOWED]:
         most = hits
-        hits = _in_window(g, kv, row, slot, hits)
+        hits = _in_window(g, kv, row, slot, hits, tokens)
         if hits < most and g[s.WINDOWED] < g[s.GROUPS]:
             elsewhere = most
-    if g[s.DROPS_HIT] and hits > 0:
-        hits -= 1
     for group in range(g[s.GROUPS]):
         span = span_of(g, kv, group)
         skipped = behind_window(g, hits * g[s.BLOCK]) if kv.looks_back[group] else 0

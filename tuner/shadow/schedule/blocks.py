@@ -151,20 +151,30 @@ def blocks_of_window(g):
 def _serves_a_hit(g, sl, slot, at):
     """Whether the prefix cache keeps a block of a group that looks back a window.
 
-    Of all hits that could be, or where RETENTION says which, of these alone.
+    Of all hits that could be, or where RETENTION says which, of these alone: those of the same
+    prompt and of a longer one, which drafts let end a block before. Where the last block of a
+    hit is dropped that is kept too.
     """
-    span = g[s.BACK_SPAN]
+    span, drops = g[s.BACK_SPAN], g[s.BACK_DROPS]
     if at < sl[slot, s.SKIPPED] // span:
         return False
-    wanted = blocks_of_window(g)
+    wanted = blocks_of_window(g) + drops
     each = (g[s.ALIGNED] if g[s.RETENTION] < 0 else g[s.RETENTION]) // span
-    if each > 0 and at % each >= each - wanted:
+    if each > 0 and (wanted >= each or (at >= drops and (at - drops) % each >= each - wanted)):
         return True
     if g[s.RETENTION] < 0:
         return False
     end = (sl[slot, s.PROMPT] - 1) // g[s.ROUND] * g[s.ALIGNED] // span
+    longer = end
+    if drops or g[s.FULL_DROPS]:
+        longer = max(0, sl[slot, s.PROMPT] // g[s.BLOCK] - 1)
+        end = max(0, end - 1)
+    if end + drops - wanted <= at < end + drops:
+        return True
+    if longer + drops - wanted <= at < longer + drops:
+        return True
     junction = sl[slot, s.JUNCTION] // span
-    return end - wanted <= at < end or junction - wanted <= at < junction
+    return junction > 0 and junction + drops - wanted <= at < junction + drops
 
 
 @inlined

@@ -53,6 +53,7 @@ def to_verify(g, sl, slot):
 def verify(g, w, sl, slot, taken):
     """Have the newest step verify drafts of a request, beside the token that it decodes."""
     sl[slot, s.COMPUTED] += taken
+    sl[slot, s.LATEST], sl[slot, s.PART] = g[s.STEP], taken
     drafts_of_step(g, sl, slot, taken - 1)
     add_single(g, w, sl, g[s.STEP], slot)
 

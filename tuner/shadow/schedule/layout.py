@@ -63,10 +63,11 @@ NOBODY, PREFILLS, DECODES, PREEMPTED, VERIFIES = range(5)
     # that, however long it is.
     STATES, TWO_EVERY, PARTS_BEFORE_LAST, KEYS_ANEW, FIXED,
     # How many DRAFTS each request verifies in a step, how many tokens ahead of a batch have
-    # their blocks too, and whether the last block of a hit is dropped since drafts need its
-    # hidden states, or how many tokens behind a block it is found by too; whether blocks have
-    # their keys as soon as tokens are there, and not in the step after.
-    DRAFTS, LOOKAHEAD, DROPS_HIT, HASHED_AHEAD, KEYS_AT_ONCE,
+    # their blocks too, and whether groups that see all or that look back drop the last block
+    # of a hit since drafts need its hidden states, or how many tokens behind a block it is
+    # found by too; whether blocks have their keys as soon as tokens are there, and not in the
+    # step after.
+    DRAFTS, LOOKAHEAD, FULL_DROPS, BACK_DROPS, HASHED_AHEAD, KEYS_AT_ONCE,
     # Whether who is admitted has blocks ahead, and by which rule a lone token is padded; how
     # much of the budget each request takes, and BESIDE the tokens of a step that it is in,
     # where it does not go by the cap.
@@ -76,7 +77,7 @@ NOBODY, PREFILLS, DECODES, PREEMPTED, VERIFIES = range(5)
     AT_UNSTEADY, AT_LONG, AT_OVERTAKES,
     AT_SINGLES, AT_ENDS, AT_BATCHES, AT_MIXED, AT_KNOTS, AT_FACTORS, FACTOR_ROWS,
     FACTOR_COLUMNS, AT_LAUNCHES, AT_RATES, INTEGERS,
-) = range(124)  # fmt: skip
+) = range(125)  # fmt: skip
 
 # The instants and seconds of a replay's state, and the sums over its steps.
 (
