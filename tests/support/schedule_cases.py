@@ -56,21 +56,17 @@ def random_case(
     """Return the case of a seed: small numbers, so that every edge is met often.
 
     One in seven serves by priority, or every one; one in four has layers that look back a
-    window, or every one, or none. None drafts, or every one, of which those that do not say
-    have no windows; none has state-space layers, or every one, of which one in five drafts.
+    window, or every one, or none. None drafts, or every one; none has state-space layers, or
+    every one, of which one in five drafts.
     """
     if has_states:
         return _with_states(seed, is_by_priority=is_by_priority)
-    if has_drafts:
-        plain = _plain_case(seed, is_by_priority, bool(has_windows), has_sizes=False)
-        return _with_drafts(seed, plain)
-    return _plain_case(seed, is_by_priority, has_windows, has_sizes=True)
+    plain = _plain_case(seed, is_by_priority, has_windows)
+    return _with_drafts(seed, plain) if has_drafts else plain
 
 
-def _plain_case(
-    seed: int, is_by_priority: bool, has_windows: bool | None, *, has_sizes: bool
-) -> Case:
-    """Return a case without drafts or states, and with blocks of several sizes or without."""
+def _plain_case(seed: int, is_by_priority: bool, has_windows: bool | None) -> Case:
+    """Return a case without drafts or states."""
     rng = np.random.default_rng(seed)
     block = int(rng.choice([1, 4, 8, 16, 16, 16, 32]))
     # Drawn apart, so that cases without sessions stay what they were.
@@ -90,8 +86,7 @@ def _plain_case(
     apart = np.random.default_rng([seed, 5])
     if apart.random() < 0.25 if has_windows is None else has_windows:
         groups = _groups(apart, block)
-        if has_sizes:
-            groups = _with_sizes(np.random.default_rng([seed, 9]), groups, block)
+        groups = _with_sizes(np.random.default_rng([seed, 9]), groups, block)
         kinds = " and ".join(str(group["kind"]) for group in groups)
         shape, is_scarce = replace(shape, kv_kind=kinds, kv_groups=groups), blocks < enough
         scarce = _scarce(apart, shape, ceiling if shape.scheduler[RESERVES] else limits)

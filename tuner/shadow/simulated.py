@@ -61,11 +61,8 @@ def unknown_options(shape: EngineShape) -> list[str]:
         if name not in _KNOWN or ((allowed := _KNOWN[name]) and value not in allowed)
     ]
     layout = shape.kv_layout
-    if shape.drafts is not None and layout is not None:
-        if layout.keeps_states:
-            notes.append("drafts beside layers that keep states which others go on from")
-        if layout.aligned > 1:
-            notes.append("drafts beside blocks of several sizes")
+    if shape.drafts is not None and layout is not None and layout.keeps_states:
+        notes.append("drafts beside layers that keep states which others go on from")
     if layout is None:
         kinds = Counter(shape.kv_kind.split(" and ")).items()
         words = " and ".join(f"{n} {kind}" if n > 1 else kind for kind, n in kinds)

@@ -49,9 +49,11 @@ def _is_cached(g, kv, row, slot, at, looks_back):
 
 
 @inner
-def _looked_up(g, hits, tokens, drops):
-    """Return how many blocks are looked up for a hit: one more where the last is dropped."""
-    return min(hits + 1, tokens // g[s.BLOCK]) if drops and g[s.GROUPS] > 1 else hits
+def _looked_up(g, hits, tokens, drops, span):
+    """Return how many blocks of a group are looked up: one more where the last is dropped."""
+    if drops and g[s.GROUPS] > 1:
+        hits = min(hits + span, tokens // g[s.BLOCK])
+    return hits // span
 
 
 @inner
@@ -62,14 +64,15 @@ def _in_window(g, kv, row, slot, hits, tokens):
     and ends where a hit can, or where there is none, what the prompt begins with.
     """
     span, drops = g[s.BACK_SPAN], g[s.BACK_DROPS]
-    wanted, together = blocks_of_window(g) + drops, 0
-    for at in range(_looked_up(g, hits, tokens, drops) // span - 1, -1, -1):
-        if together == 0 and (at + 1) * span % g[s.ALIGNED]:
+    wanted, together, aligned = blocks_of_window(g) + drops, 0, g[s.ALIGNED] // span
+    for at in range(_looked_up(g, hits, tokens, drops, span) - 1, -1, -1):
+        if together == 0 and (at + 1 - drops) % aligned:
             continue
         together = together + 1 if _is_cached(g, kv, row, slot, at, s.LOOKS_BACK) else 0
         if together == wanted:
-            return (at + together) * span - drops
-    return max(0, together * span - drops)
+            return (at + together - drops) * span
+    together = max(0, together // aligned * aligned - drops)
+    return together // aligned * aligned * span
 
 
 @inner
@@ -82,10 +85,10 @@ def _hits(g, kv, row, slot, tokens):
     hits, idle = (tokens - 1) // g[s.BLOCK], 0
     if g[s.WINDOWED] < g[s.GROUPS]:
         at, span, drops = 0, g[s.FULL_SPAN], g[s.FULL_DROPS]
-        last = _looked_up(g, hits, tokens, drops) // span
+        last = _looked_up(g, hits, tokens, drops, span)
         while at < last and _is_cached(g, kv, row, slot, at, s.SEES_ALL):
             at += 1
-        hits = max(0, at * span - drops) // g[s.ALIGNED] * g[s.ALIGNED]
+        hits = max(0, at - drops) * span // g[s.ALIGNED] * g[s.ALIGNED]
     elsewhere = 0
     if g[s.WINDOWED]:
         most = hits

@@ -164,11 +164,13 @@ def _serves_a_hit(g, sl, slot, at):
         return True
     if g[s.RETENTION] < 0:
         return False
-    end = (sl[slot, s.PROMPT] - 1) // g[s.ROUND] * g[s.ALIGNED] // span
+    aligned = g[s.ALIGNED] // span
+    end = (sl[slot, s.PROMPT] - 1) // g[s.ROUND]
     longer = end
     if drops or g[s.FULL_DROPS]:
-        longer = max(0, sl[slot, s.PROMPT] // g[s.BLOCK] - 1)
+        longer = max(0, sl[slot, s.PROMPT] // g[s.ROUND] - 1)
         end = max(0, end - 1)
+    end, longer = end * aligned, longer * aligned
     if end + drops - wanted <= at < end + drops:
         return True
     if longer + drops - wanted <= at < longer + drops:
@@ -190,12 +192,17 @@ def key_anew(g, sl, kv, slot, tokens, step):
 
 
 @inlined
-def _key_blocks(g, sl, kv, slot, full, step):
-    """Give so many blocks of a request their keys, but for those that have them."""
+def _key_blocks(g, sl, kv, slot, full, more, step):
+    """Give so many blocks of a request their keys, but for those that have them.
+
+    One more of groups that drop the last of a hit, if so many are full.
+    """
     row = sl[slot, s.ROW]
     for group in range(g[s.GROUPS]):
         first, span = group * g[s.ROOM_OF_GROUP], span_of(g, kv, group)
-        for at in range(sl[slot, s.CACHED] // span, full // span):
+        drops = g[s.BACK_DROPS] if kv.looks_back[group] else g[s.FULL_DROPS]
+        last = min(more, full + span * drops) // span
+        for at in range(sl[slot, s.CACHED] // span, last):
             block = kv.tables[0, slot, first + at]
             if block == s.NO_BLOCK:
                 continue
@@ -213,9 +220,10 @@ def cache_up_to(g, sl, kv, slot, tokens, step):
     """
     if g[s.KEYS_ANEW]:
         key_anew(g, sl, kv, slot, tokens, step)
-    full = tokens // g[s.ROUND] * g[s.ALIGNED]
-    if full > sl[slot, s.CACHED]:
-        _key_blocks(g, sl, kv, slot, full, step)
+    full, more = tokens // g[s.ROUND] * g[s.ALIGNED], tokens // g[s.BLOCK]
+    drops = g[s.FULL_DROPS] or g[s.BACK_DROPS]
+    if full > sl[slot, s.CACHED] or (drops and more > sl[slot, s.CACHED]):
+        _key_blocks(g, sl, kv, slot, full, more, step)
 
 
 @inner
