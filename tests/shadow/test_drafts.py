@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,11 +10,11 @@ import numpy as np
 import pytest
 
 from support.drafting import DraftingSource, drafting_values
+from support.live_parts import GEMMA
 from support.optional import not_none
 from support.same_replay import compare_with_the_reference
 from support.shadow_files import a_profile, a_trace_file
 from support.shadow_parts import a_shape
-from tuner.engine.demo import DEMO_MODEL_DIR
 from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import Drafts
 from tuner.errors import TooFewSamplesError, UsageError
@@ -90,7 +91,8 @@ def test_rates_are_counted_over_all_replays() -> None:
 def test_the_simulator_and_vllm_agree_on_drafts() -> None:
     steps = preempted = drafted = 0
     for seed in range(300):
-        found = compare_with_the_reference(seed, has_drafts=True)
+        windows = True if seed < 100 else None
+        found = compare_with_the_reference(seed, has_drafts=True, has_windows=windows)
         if isinstance(found, ReplayLog):
             steps += found.steps.steps
             preempted += found.steps.preempted
@@ -99,23 +101,40 @@ def test_the_simulator_and_vllm_agree_on_drafts() -> None:
     assert min(steps, preempted, drafted) > 50
 
 
+# All layers that draft have to hold their keys alike.
+ONE_LAYER = {**GEMMA, "num_hidden_layers": 1, "layer_types": ["full_attention"]}
+
+
+def with_windows(folder: Path, config: dict[str, object]) -> dict[str, object]:
+    """Return the configuration of an engine with random weights of such a model."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    values = {"load-format": "dummy", "skip-tokenizer-init": True, "max-model-len": 1024}
+    return {"model": str(folder), **values}
+
+
 @pytest.mark.engine
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["eagle", "draft_model"])
+@pytest.mark.parametrize("method", ["eagle", "draft_model", "windows"])
 def test_a_real_engine_takes_the_steps_that_are_predicted(tmp_path: Path, method: str) -> None:
     """So many requests in flight at any time, whatever a step takes; the budget binds."""
     trace = read_traces([str(a_trace_file(tmp_path / "trace.jsonl", 60))], None, ReadOptions())
     plan = ReplayPlan(keep_steps=True, load_model=LoadModel.CLOSED, concurrency=6)
     with EngineProcess(DraftingSource(rates=RATES), tmp_path / "engine.log") as host:
         values = drafting_values(tmp_path, 3)
-        if method == "draft_model":
-            drafts = {"model": str(DEMO_MODEL_DIR), "num_speculative_tokens": 3}
-            values["speculative-config"] = {"method": method, **drafts}
+        if method != "eagle":
+            model = values["model"]
+            if method == "windows":
+                values |= with_windows(tmp_path / "target", GEMMA)
+                model = with_windows(tmp_path / "draft", ONE_LAYER)["model"]
+            drafts = {"model": model, "num_speculative_tokens": 3}
+            values["speculative-config"] = {"method": "draft_model", **drafts}
         started = host.start(values, LIMITS)
         host.load("trace", trace, 0)
         log = host.replay("trace", LOWERED, plan)
     shape = not_none(started.shape)
-    assert not_none(shape.drafts).slots == (method == "draft_model")
+    assert not_none(shape.drafts).slots == (method != "eagle")
+    assert any(not_none(shape.kv_layout).looks_back) == (method == "windows")
     seen = Calibration(shape, (), (), LOWERED, {}).and_brought(log.brought).accepted
     assert seen == pytest.approx(RATES, abs=0.06)
     model = StepModel.linear(0.01, 0.0, 0.0)

@@ -135,7 +135,7 @@ def test_states_that_others_find_and_drafts_are_vllms_matter() -> None:
     drafts = Drafts("mtp", 2)
     shared = replace(with_groups(SHARED, FULL), drafts=drafts)
     assert unknown_options(shared) == [
-        "drafts beside layers that look back a window, or keep states"
+        "drafts beside layers that keep states which others go on from"
     ]
     own = replace(with_groups({**OWN, "num_speculative_blocks": 2}, FULL), drafts=drafts)
     assert not unknown_options(own)
