@@ -234,6 +234,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("-o", "--output", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
     results = json.loads(args.output.read_text()) if args.output.exists() else {}
+    new = [version for version in args.versions if "cases" not in results.get(version, {})]
+    if args.only and new:
+        parser.error(f"--only goes beside a whole run, {args.output} has none of {new[0]}")
     for version in args.versions:
         with tempfile.TemporaryDirectory(prefix=f"vllm-{version}-") as folder:
             results[version] = tried(version, results.get(version, {}), args, Path(folder))

@@ -183,7 +183,7 @@ def _with_states(seed: int, *, is_by_priority: bool) -> Case:
     """
     rng = np.random.default_rng([seed, 8])
     is_shared = bool(rng.random() < 0.7) and is_since(installed_vllm()[1], 30)
-    drafts = not is_shared and bool(rng.random() < 0.6)
+    drafts = bool(rng.random() < 0.6) if not is_shared else _drafts_too(seed)
     case = random_case(
         seed,
         is_by_priority=is_by_priority,
@@ -193,7 +193,10 @@ def _with_states(seed: int, *, is_by_priority: bool) -> Case:
     shape, blocks = case.engine.shape, case.engine.num_blocks
     block, drafted = shape.block_size, shape.draft_tokens
     two_every = int(rng.choice([0, 0, 1, 2, block])) if shape.is_since(32) and is_shared else 0
+    two_every *= not drafts
     full: KvGroup = {"kind": "FullAttentionSpec", "block_size": block}
+    if is_shared and shape.drops_hit:
+        full = {**full, DRAFTS_IN: True}
     state: KvGroup = {
         "kind": "MambaSpec",
         "block_size": block if is_shared else shape.max_model_len,
@@ -220,6 +223,11 @@ def _with_states(seed: int, *, is_by_priority: bool) -> Case:
     ceiling = case.engine.ceiling if shape.scheduler[RESERVES] else case.limits
     blocks = _scarce(rng, shape, ceiling) if rng.random() < 0.6 else blocks + enough
     return replace(case, engine=replace(case.engine, shape=shape, num_blocks=blocks))
+
+
+def _drafts_too(seed: int) -> bool:
+    """Whether an engine drafts whose states others find, which this vLLM's may."""
+    return is_since(installed_vllm()[1], 32) and np.random.default_rng([seed, 9]).random() < 0.4
 
 
 def _with_slots(rng: np.random.Generator, tokens: int, shape: EngineShape) -> Drafts:

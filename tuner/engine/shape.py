@@ -52,7 +52,8 @@ class KvLayout:
     request, however long it is. Blocks of layers whose keys and values are smaller hold more
     tokens: those of layers that look back `back_span` times the cache's block_size, those of
     others `full_span` times. Where a cached prefix loses its last block to drafts, groups that
-    see all do if `full_drops`, and those that look back if `back_drops`.
+    see all do if `full_drops`, and those that look back if `back_drops`. For drafts a request
+    holds `scratch` blocks more of each group of states.
 
     Units: tokens, of `fixed` blocks.
     """
@@ -67,6 +68,7 @@ class KvLayout:
     back_span: int = 1
     full_drops: bool = True
     back_drops: bool = True
+    scratch: int = 0
 
     @property
     def aligned(self) -> int:
@@ -98,11 +100,11 @@ class KvLayout:
         drops = _drops(shared, looks_back)
         if not back:
             return cls(looks_back, fixed=blocks)
-        (window, two_every), *others = {_past(group) for group in back}
+        (window, two_every, scratch), *others = {_past(group) for group in back}
         kept = shared[0].get(RETENTION)
         retention = None if kept is None else _count(kept, 0)
         past = (window or 0, retention, has_states, two_every)
-        known = cls(looks_back, *past, blocks, *spans, *drops)
+        known = cls(looks_back, *past, blocks, *spans, *drops, scratch)
         whole = known.aligned * block_size
         is_whole = kept is None or (retention is not None and retention % whole == 0)
         return None if others or window is None or not is_whole else known
@@ -162,20 +164,21 @@ def _hold_alike(groups: Sequence[KvGroup]) -> bool:
     )
 
 
-def _past(group: KvGroup) -> tuple[int | None, int]:
+def _past(group: KvGroup) -> tuple[int | None, int, int]:
     """Return how many tokens a group looks back, None where that is not known.
 
-    A state holds all before the last of two. Last comes of how many tokens a batch is a
-    multiple that may leave two states, 0 where none may.
+    A state holds all before the last of two. Then comes of how many tokens a batch is a
+    multiple that may leave two states, 0 where none may, and how many states drafts take.
 
     Source: vllm/v1/kv_cache_interface.py, is_mamba_prefill_checkpoint_valid.
     """
     if group.get("kind") != STATE:
-        return _count(group.get("sliding_window"), 2), 0
-    is_known = group.get(_DRAFTED) == 0 and _is_state(group, "align")
+        return _count(group.get("sliding_window"), 2), 0, 0
+    drafted = _count(group.get(_DRAFTED), 0)
     may_leave_two = group.get("num_prefill_checkpoint_blocks")
     every = _count(group.get("prefill_checkpoint_alignment"), 1) if may_leave_two else 0
-    return 2 if is_known and every is not None else None, every or 0
+    is_known = _is_state(group, "align") and drafted is not None and not (drafted and every)
+    return 2 if is_known and every is not None else None, every or 0, drafted or 0
 
 
 def _count(value: object, least: int) -> int | None:
@@ -394,7 +397,7 @@ class EngineShape:
         # Whether others go on from a state is the prefix cache's doing; up to 0.29 what nobody
         # needs any more is given back in other ways, up to 0.31 a batch leaves two in others.
         is_usual = self.prefix_caching == layout.keeps_states
-        since = 32 if layout.leaves_two_every else 30
+        since = 32 if layout.leaves_two_every or self.drafts is not None else 30
         return layout if is_usual and (layout.fixed or self.is_since(since)) else None
 
     def in_flight_tokens(self, limits: EngineLimits) -> int:
@@ -435,8 +438,8 @@ class EngineShape:
         size, back = self.block_size, layout.looks_back.count(True)
         spans = (layout.full_span, layout.back_span)
         in_full, in_back = (-(-tokens // (size * span)) for span in spans)
-        in_window = np.minimum(in_back, self.most_in_window(in_flight_tokens))
-        held: Ints = (len(layout.looks_back) - back) * in_full + back * in_window + layout.fixed
+        in_back = np.minimum(in_back, self.most_in_window(in_flight_tokens)) + layout.scratch
+        held: Ints = (len(layout.looks_back) - back) * in_full + back * in_back + layout.fixed
         return held
 
     @property

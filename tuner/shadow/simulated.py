@@ -61,8 +61,8 @@ def unknown_options(shape: EngineShape) -> list[str]:
         if name not in _KNOWN or ((allowed := _KNOWN[name]) and value not in allowed)
     ]
     layout = shape.kv_layout
-    if shape.drafts is not None and layout is not None and layout.keeps_states:
-        notes.append("drafts beside layers that keep states which others go on from")
+    if shape.drops_hit and layout is not None and layout.keeps_states and layout.back_drops:
+        notes.append("drafts of which vLLM does not say that they read no states")
     if layout is None:
         kinds = Counter(shape.kv_kind.split(" and ")).items()
         words = " and ".join(f"{n} {kind}" if n > 1 else kind for kind, n in kinds)
@@ -131,9 +131,10 @@ def check_sizes(engine: SimulatedEngine, prepared: PreparedTrace, limits: Engine
     # The last token of an answer is never computed, but the drafts beside it are.
     longest, _ = prepared.longest(shape.max_model_len)
     ahead = shape.draft_tokens + shape.lookahead_tokens - 1
-    if shape.held_blocks(np.array([longest + ahead]), in_flight)[0] > blocks:
+    longest = min(longest + ahead, shape.max_model_len)
+    if shape.held_blocks(np.array([longest]), in_flight)[0] > blocks:
         tokens = prepared.prompts + prepared.outputs
-        needed = shape.held_blocks(tokens + ahead, in_flight)
+        needed = shape.held_blocks(np.minimum(tokens + ahead, shape.max_model_len), in_flight)
         needed = np.where(tokens <= shape.max_model_len, needed, 0)
         row = int(np.argmax(needed > blocks))
         raise EngineError(
@@ -218,11 +219,12 @@ def _go_by_layout(g: NDArray[np.int64], engine: SimulatedEngine, room: int) -> N
     """Set what the groups of a KV cache hold, with room for so many blocks of a request."""
     layout = engine.layout
     g[s.GROUPS], g[s.WINDOWED] = len(layout.looks_back), sum(layout.looks_back)
-    g[s.WINDOW], g[s.ROOM_OF_GROUP] = layout.window, room
-    g[s.WIDTH] = room * g[s.GROUPS]
+    g[s.WINDOW], g[s.ROOM_OF_GROUP] = layout.window, room + layout.scratch
+    g[s.WIDTH] = g[s.ROOM_OF_GROUP] * g[s.GROUPS]
     g[s.FULL_SPAN], g[s.BACK_SPAN] = layout.full_span, layout.back_span
     g[s.ALIGNED], drops = layout.aligned, engine.shape.drops_hit
     g[s.FULL_DROPS], g[s.BACK_DROPS] = drops and layout.full_drops, drops and layout.back_drops
+    g[s.SCRATCH] = layout.scratch
     g[s.ROUND] = layout.aligned * engine.shape.block_size
     # Up to 0.25 what lies behind a window is given back while a batch on its way may read it.
     g[s.SETTLES] = engine.shape.asynchronous and engine.shape.is_since(26)

@@ -14,11 +14,13 @@ from tuner.shadow.schedule.blocks import (
     cache_up_to,
     find_block,
     grow,
+    grow_states,
     key_at,
     needed_blocks,
     over,
     span_of,
     taken_by,
+    taken_for_states,
     unlink,
 )
 from tuner.shadow.schedule.drafts import drafts_of_step, padding
@@ -119,8 +121,14 @@ def _adopt(g, sl, kv, slot, hits):
                 g[s.FREE] -= 1
             kv.pool[block, s.HOLDERS] += 1
             kv.tables[0, slot, first + at] = block
-    sl[slot, s.BLOCKS] = sl[slot, s.CACHED] = hits
+    sl[slot, s.BLOCKS] = sl[slot, s.CACHED] = sl[slot, s.STATED] = hits
     sl[slot, s.SKIPPED] = skipped
+
+
+@inlined
+def _taken_at_first(g, hits, blocks, states):
+    """Return how many blocks groups take at first that keep states of a request's blocks."""
+    return taken_for_states(g, hits, blocks, states) + g[s.STATES] * g[s.SCRATCH]
 
 
 @inlined
@@ -129,7 +137,7 @@ def _reserved(g, tokens, hits, last):
     full = (tokens + g[s.BLOCK] - 1) // g[s.BLOCK]
     if g[s.STATES]:
         states = states_left(g, hits * g[s.BLOCK], tokens, last)
-        return taken_by(g, hits, full, states)
+        return taken_by(g, hits, full) + _taken_at_first(g, hits, full, states)
     span, back = g[s.FULL_SPAN], g[s.BACK_SPAN]
     in_window = max(0, min(over(full, back), g[s.MOST_IN_WINDOW]) - hits // back)
     in_full = over(full, span) - hits // span
@@ -177,7 +185,9 @@ def admit_waiting(g, w, sl, r, q, tr, kv, budget, threshold, defers):
         if g[s.RESERVES] and _reserved(g, tokens, hits, last) > spare:
             break
         needed = needed_blocks(g, before + wanted, g[s.LOOKAHEAD] * g[s.ADMITS_AHEAD])
-        if taken_by(g, hits, needed, states) > spare:
+        stated = needed_blocks(g, before + wanted, 0)
+        at_first = _taken_at_first(g, hits, stated, states)
+        if taken_by(g, hits, needed) + at_first > spare:
             break
         if slot < 0:
             if g[s.FREE_SLOTS] == 0:
@@ -192,7 +202,8 @@ def admit_waiting(g, w, sl, r, q, tr, kv, budget, threshold, defers):
         if g[s.IS_CACHED]:
             _adopt(g, sl, kv, slot, hits)
             sl[slot, s.JUNCTION] = junction
-        grow(g, sl, r, kv, slot, needed, states)
+        grow(g, sl, r, kv, slot, needed)
+        grow_states(g, sl, r, kv, slot, stated, states, s.BEGINS)
         if g[s.IS_CACHED]:
             keyed = min(before + wanted, tokens - g[s.HASHED_AHEAD])
             cache_up_to(g, sl, kv, slot, keyed, g[s.STEP])

@@ -45,6 +45,8 @@ def _forget(g, r, kv, block):
     if key == s.NO_KEY:
         return
     kv.keys[block] = s.NO_KEY
+    if key == s.PART_KEY:
+        return
     if key >= 0:
         first = kv.heads[key]
         if first == block:
@@ -179,10 +181,18 @@ def _serves_a_hit(g, sl, slot, at):
     return junction > 0 and junction + drops - wanted <= at < junction + drops
 
 
+@inner
+def blocks_before_end(g, tokens):
+    """Return how many blocks of so many tokens others can go on from; drafts leave one less."""
+    if g[s.FULL_DROPS]:
+        return max(0, tokens // g[s.BLOCK] - 1)
+    return (tokens - 1) // g[s.BLOCK]
+
+
 @inlined
 def key_anew(g, sl, kv, slot, tokens, step):
     """Give the state before the end of a prompt its key in a step too, while it is held."""
-    at = (sl[slot, s.PROMPT] - 1) // g[s.BLOCK]
+    at = blocks_before_end(g, sl[slot, s.PROMPT])
     if at == 0 or tokens // g[s.BLOCK] != at or sl[slot, s.SKIPPED] >= at:
         return
     for group in range(g[s.GROUPS]):
@@ -213,48 +223,88 @@ def _key_blocks(g, sl, kv, slot, full, more, step):
 
 
 @inlined
+def _key_part(g, sl, kv, slot, full):
+    """Give the block in which a prompt ends a key of its part, which keeps it for longer.
+
+    Source: vllm/v1/core/single_type_kv_cache_manager.py, _cache_partial_tail_block.
+    """
+    end, span = sl[slot, s.PROMPT] // g[s.BLOCK], g[s.FULL_SPAN]
+    if end > full or end % span == 0:
+        return
+    for group in range(g[s.GROUPS]):
+        if not kv.looks_back[group]:
+            block = kv.tables[0, slot, group * g[s.ROOM_OF_GROUP] + end // span]
+            if kv.keys[block] == s.NO_KEY:
+                kv.keys[block] = s.PART_KEY
+
+
+@inlined
 def cache_up_to(g, sl, kv, slot, tokens, step):
     """Give all blocks that so many tokens fill their keys; -1 as step where none is begun.
 
-    Up to where a hit can end.
+    Up to where a hit can end, and once one can, to the end of what it would drop.
     """
     if g[s.KEYS_ANEW]:
         key_anew(g, sl, kv, slot, tokens, step)
     full, more = tokens // g[s.ROUND] * g[s.ALIGNED], tokens // g[s.BLOCK]
-    drops = g[s.FULL_DROPS] or g[s.BACK_DROPS]
+    drops = full > 0 and (g[s.FULL_DROPS] or g[s.BACK_DROPS])
     if full > sl[slot, s.CACHED] or (drops and more > sl[slot, s.CACHED]):
         _key_blocks(g, sl, kv, slot, full, more, step)
+    if full > 0 and g[s.FULL_DROPS] and g[s.FULL_SPAN] > 1:
+        _key_part(g, sl, kv, slot, min(more, full + g[s.FULL_SPAN]))
 
 
 @inner
-def taken_by(g, have, blocks, states):
-    """Return how many blocks all groups take for a request's blocks of tokens, with those had.
+def taken_by(g, have, blocks):
+    """Return how many blocks groups take for a request's blocks of tokens, with those had.
 
-    Groups that keep states take no more than so many of them.
+    All groups but those that keep states.
     """
     if g[s.ALIGNED] > 1:
         full, back, windowed = g[s.FULL_SPAN], g[s.BACK_SPAN], g[s.WINDOWED]
         in_full, in_back = over(blocks, full), over(blocks, back)
         taken = (g[s.GROUPS] - windowed) * (in_full - over(have, full))
         return taken + windowed * (in_back - over(have, back))
-    more = blocks - have
-    taken = g[s.GROUPS] * more
-    if g[s.STATES] and more > states:
-        taken -= g[s.STATES] * (more - states)
-    return taken
+    return (g[s.GROUPS] - g[s.STATES]) * (blocks - have)
+
+
+@inner
+def taken_for_states(g, have, blocks, states):
+    """Return how many blocks groups take that keep so many states of a request's blocks."""
+    return g[s.STATES] * min(max(0, blocks - have), states)
 
 
 @inlined
-def _take_blocks(g, r, kv, slot, have, blocks, states):
-    """Let a request hold blocks by name; of groups that keep states so many, the last."""
+def _take_blocks(g, r, kv, slot, have, blocks):
+    """Let a request hold blocks by name, of all groups but those that keep states."""
     for group in range(g[s.GROUPS]):
-        passed = have
         if g[s.STATES] and kv.looks_back[group]:
-            passed = max(have, blocks - states)
+            continue
         first, span = group * g[s.ROOM_OF_GROUP], span_of(g, kv, group)
-        for at in range(have, passed):
+        for at in range(over(have, span), over(blocks, span)):
+            kv.tables[0, slot, first + at] = _take_block(g, r, kv)
+
+
+@inlined
+def _take_states(g, r, kv, slot, have, blocks, states, begins):
+    """Let a request hold so many states of its blocks, the last, and those of its drafts.
+
+    Behind the last block stand those of drafts; what is passed over of these moves on.
+    """
+    passed = max(have, blocks - states)
+    scratch = 0 if begins else g[s.SCRATCH]
+    for group in range(g[s.GROUPS]):
+        if not kv.looks_back[group]:
+            continue
+        first = group * g[s.ROOM_OF_GROUP]
+        for at in range(have + scratch, passed):
             kv.tables[0, slot, first + at] = s.NO_BLOCK
-        for at in range(over(passed, span), over(blocks, span)):
+        end = max(have + scratch, passed)
+        for at in range(have, min(have + scratch, passed)):
+            kv.tables[0, slot, first + end] = kv.tables[0, slot, first + at]
+            kv.tables[0, slot, first + at] = s.NO_BLOCK
+            end += 1
+        for at in range(end, blocks + g[s.SCRATCH]):
             kv.tables[0, slot, first + at] = _take_block(g, r, kv)
 
 
@@ -266,19 +316,25 @@ def needed_blocks(g, tokens, ahead):
 
 
 @inlined
-def grow(g, sl, r, kv, slot, blocks, states):
-    """Let a request hold so many blocks of tokens; the caller has seen that they are there.
-
-    Groups that keep states take no more than so many, of the last tokens.
-    """
+def grow(g, sl, r, kv, slot, blocks):
+    """Let a request hold so many blocks of tokens; the caller has seen that they are there."""
     have = sl[slot, s.BLOCKS]
     if blocks <= have:
         return
     sl[slot, s.BLOCKS] = blocks
     if g[s.IS_CACHED]:
-        _take_blocks(g, r, kv, slot, have, blocks, states)
+        _take_blocks(g, r, kv, slot, have, blocks)
     else:
-        g[s.FREE] -= taken_by(g, have, blocks, blocks) + (g[s.FIXED] if have == 0 else 0)
+        g[s.FREE] -= taken_by(g, have, blocks) + (g[s.FIXED] if have == 0 else 0)
+
+
+@inlined
+def grow_states(g, sl, r, kv, slot, blocks, states, begins):
+    """Let groups that keep states hold no more than so many of a request's blocks, the last."""
+    have = sl[slot, s.STATED]
+    if g[s.STATES] and blocks > have:
+        sl[slot, s.STATED] = blocks
+        _take_states(g, r, kv, slot, have, blocks, states, begins)
 
 
 @inner
@@ -331,14 +387,16 @@ def _give_back(g, kv, slot, group, begin, end):
 @inlined
 def release(g, sl, kv, slot):
     """Give back all of a request's blocks, group by group."""
-    blocks, skipped = sl[slot, s.BLOCKS], sl[slot, s.SKIPPED]
-    sl[slot, s.BLOCKS] = sl[slot, s.CACHED] = sl[slot, s.SKIPPED] = 0
+    blocks, skipped, stated = sl[slot, s.BLOCKS], sl[slot, s.SKIPPED], sl[slot, s.STATED]
+    sl[slot, s.BLOCKS] = sl[slot, s.CACHED] = sl[slot, s.SKIPPED] = sl[slot, s.STATED] = 0
     if not g[s.IS_CACHED]:
         given_back = g[s.WINDOWED] * (skipped // g[s.BACK_SPAN])
-        g[s.FREE] += taken_by(g, 0, blocks, blocks) - given_back
+        g[s.FREE] += taken_by(g, 0, blocks) - given_back
         g[s.FREE] += g[s.FIXED] if blocks > 0 else 0
         return
     for group in range(g[s.GROUPS]):
         span = span_of(g, kv, group)
-        begin = skipped // span if kv.looks_back[group] else 0
-        _give_back(g, kv, slot, group, begin, over(blocks, span))
+        begin, end = skipped // span if kv.looks_back[group] else 0, over(blocks, span)
+        if g[s.STATES] and kv.looks_back[group]:
+            end = stated + g[s.SCRATCH] if stated > 0 else 0
+        _give_back(g, kv, slot, group, begin, end)

@@ -13,15 +13,17 @@ from tuner.shadow.compiled import part
 # step from which on a decoding request gives back one at a time, OVERTAKES that of the first
 # of these, JUNCTION how many blocks other groups had in the prefix cache and these had not; of
 # a prompt LATEST is the step that last computed some, and PART how much. LISTED is the ORDER of
-# the entry that it has among the UNSTEADY, and one more; 0 where it has none. Of who VERIFIES
-# drafts DRAFTED is how many an even step has beside the token that it decodes, below 0 where
-# they only pad, an odd step's stand behind; ROUNDS is how often it has brought out tokens.
+# the entry that it has among the UNSTEADY, and one more; 0 where it has none. STATED is how
+# many blocks groups of states have of it, those passed over too, but not those for drafts. Of
+# who VERIFIES drafts DRAFTED is how many an even step has beside the token that it decodes,
+# below 0 where they only pad, an odd step's stand behind; ROUNDS is how often it has brought
+# out tokens.
 (
     ROW, PROMPT, OUTPUT, ANSWERED, COMPUTED, END, STATE, BLOCKS, ORDER, PLACE, CACHED,
     TAKEN, END_NEXT, END_BEFORE, BUCKET_NEXT, BUCKET_BEFORE, MISSED, RESUMED, ARRIVAL,
-    SKIPPED, STEADY, OVERTAKES, LATEST, PART, JUNCTION, LISTED, DRAFTED, _, ROUNDS,
+    SKIPPED, STEADY, OVERTAKES, LATEST, PART, JUNCTION, LISTED, DRAFTED, _, ROUNDS, STATED,
     SLOT_FIELDS,
-) = range(30)  # fmt: skip
+) = range(31)  # fmt: skip
 NOBODY, PREFILLS, DECODES, PREEMPTED, VERIFIES = range(5)
 
 # The integers of a replay's state. STEP counts the batches that were scheduled, DONE is the
@@ -59,9 +61,9 @@ NOBODY, PREFILLS, DECODES, PREEMPTED, VERIFIES = range(5)
     # How many of the groups that look back keep states, of which a request takes one at a time,
     # where a part of its prompt ends, or two if it is a multiple of TWO_EVERY tokens; whether
     # such a part ends before the last token in any case; whether the state there gets its key
-    # anew in every step as long as it is held; and the blocks that a request holds beside all
-    # that, however long it is.
-    STATES, TWO_EVERY, PARTS_BEFORE_LAST, KEYS_ANEW, FIXED,
+    # anew in every step as long as it is held; how many more blocks each holds for SCRATCH, the
+    # states of drafts; and the blocks that a request holds beside all that, however long it is.
+    STATES, TWO_EVERY, PARTS_BEFORE_LAST, KEYS_ANEW, SCRATCH, FIXED,
     # How many DRAFTS each request verifies in a step, how many tokens ahead of a batch have
     # their blocks too, and whether groups that see all or that look back drop the last block
     # of a hit since drafts need its hidden states, or how many tokens behind a block it is
@@ -77,7 +79,7 @@ NOBODY, PREFILLS, DECODES, PREEMPTED, VERIFIES = range(5)
     AT_UNSTEADY, AT_LONG, AT_OVERTAKES,
     AT_SINGLES, AT_ENDS, AT_BATCHES, AT_MIXED, AT_KNOTS, AT_FACTORS, FACTOR_ROWS,
     FACTOR_COLUMNS, AT_LAUNCHES, AT_RATES, INTEGERS,
-) = range(125)  # fmt: skip
+) = range(126)  # fmt: skip
 
 # The instants and seconds of a replay's state, and the sums over its steps.
 (
@@ -102,6 +104,9 @@ DUE, SENT_AT, FIRST, LAST = range(4)
 TOKENS, OUTCOME = range(2)
 QUEUE, SLOT_OF, IS_LATE, AT_GATE, REFERENCES = range(5)
 COMPLETED, REFUSED, TIMED_OUT, ABORTED, UNFINISHED, TURNED_AWAY, TRUNCATED, GOES_ON = range(8)
+
+# Whether a request begins to hold states, with those for its drafts.
+GOES_FURTHER, BEGINS = range(2)
 
 # Whether the layers of a group need all of the past.
 SEES_ALL, LOOKS_BACK = range(2)
@@ -137,6 +142,8 @@ BIN_RATIO = 2.0**-11
 # key, and in which step it last got its key.
 NEXT_FREE, BEFORE_FREE, HOLDERS, SAME_KEY, KEYED_IN, BLOCK_FIELDS = range(6)
 NO_KEY, NO_BLOCK = -1, -1
+# Of a block that is cached by a part of it, which nobody looks up.
+PART_KEY = -(1 << 62)
 
 GOES, ENDED_WELL, NEEDS_CACHE, IS_STUCK, LOST_WORK, LATE_CUT, CLOCK_CUT, NO_SLOT = range(8)
 STUCK_TURNS = 10_000

@@ -51,6 +51,8 @@ def up_to_a_state(g, begin, wanted, prompt, known, junction):
         return wanted
     block, end = g[s.BLOCK], begin + wanted
     last = (known - g[s.PARTS_BEFORE_LAST]) // block * block
+    if g[s.FULL_DROPS]:
+        last = max(0, known // block - 1) * block
     before_end = (whole - 1) // block * block
     if g[s.TWO_EVERY] and end >= whole and _has_state_at(g, begin, end, before_end):
         last = begin

@@ -19,10 +19,12 @@ from tuner.shadow.schedule.batches import (
 from tuner.shadow.schedule.blocks import (
     cache_up_to,
     grow,
+    grow_states,
     key_anew,
     needed_blocks,
     slide,
     taken_by,
+    taken_for_states,
 )
 from tuner.shadow.schedule.decoding import (
     computed_before,
@@ -141,7 +143,10 @@ def _schedule_running(g, x, w, sl, f, r, tr, kv, threshold, defers):
             states = states_of_part(g, sl, slot, before, before + wanted)
         fits, omitted = True, 0
         slide(g, sl, kv, slot, settled_before(g, sl, slot))
-        while taken_by(g, sl[slot, s.BLOCKS], needed, states) > g[s.FREE]:
+        stated = needed_blocks(g, before + wanted, 0)
+        taken = taken_by(g, sl[slot, s.BLOCKS], needed) if needed > sl[slot, s.BLOCKS] else 0
+        taken += taken_for_states(g, sl[slot, s.STATED], stated, states)
+        while taken > g[s.FREE]:
             worst = _worst(g, w, sl, tr)
             if sl[worst, s.TAKEN] > 0:
                 budget += sl[worst, s.TAKEN] + beside
@@ -162,7 +167,8 @@ def _schedule_running(g, x, w, sl, f, r, tr, kv, threshold, defers):
             break
         if prefills:
             g[s.CARRIES] = 1
-        grow(g, sl, r, kv, slot, needed, states)
+        grow(g, sl, r, kv, slot, needed)
+        grow_states(g, sl, r, kv, slot, stated, states, s.GOES_FURTHER)
         if g[s.IS_CACHED]:
             keyed = min(before + wanted, known - g[s.HASHED_AHEAD])
             cache_up_to(g, sl, kv, slot, keyed, g[s.STEP])
@@ -278,7 +284,8 @@ def _let_slide(g, w, sl, r, kv):
         ran = sl[slot, s.ORDER]
         slide(g, sl, kv, slot, settled_before(g, sl, slot))
         before = computed_before(g, sl, slot)
-        grow(g, sl, r, kv, slot, before // g[s.BLOCK] + 1, 1)
+        grow(g, sl, r, kv, slot, before // g[s.BLOCK] + 1)
+        grow_states(g, sl, r, kv, slot, before // g[s.BLOCK] + 1, 1, s.GOES_FURTHER)
         if g[s.KEYS_ANEW]:
             key_anew(g, sl, kv, slot, before + (not g[s.AHEAD]), g[s.STEP])
 
@@ -301,7 +308,7 @@ def let_decode(g, w, sl, r, kv):
     else:
         slot = w[g[s.AT_BUCKETS] + step % block]
         while slot >= 0:
-            grow(g, sl, r, kv, slot, sl[slot, s.BLOCKS] + 1, 1)
+            grow(g, sl, r, kv, slot, sl[slot, s.BLOCKS] + 1)
             slot = sl[slot, s.BUCKET_NEXT]
     ahead = g[s.AHEAD]
     slot = w[g[s.AT_BUCKETS] + (step + (0 if ahead else 1)) % block]
@@ -330,7 +337,9 @@ def _schedule_calmly(g, w, sl, r, kv, threshold, defers):
         blocks = (before + wanted + block - 1) // block
         if g[s.TWO_EVERY]:
             states = states_of_part(g, sl, slot, before, before + wanted)
-        if needed + taken_by(g, sl[slot, s.BLOCKS], blocks, states) > g[s.FREE]:
+        taken = taken_by(g, sl[slot, s.BLOCKS], blocks)
+        taken += taken_for_states(g, sl[slot, s.STATED], blocks, states)
+        if needed + taken > g[s.FREE]:
             return False
     batch = batch_at(g, g[s.STEP])
     w[batch + s.B_DECODES] = w[batch + s.B_EVEN] = g[s.DECODING]
@@ -341,7 +350,8 @@ def _schedule_calmly(g, w, sl, r, kv, threshold, defers):
     if wanted > 0:
         g[s.CARRIES] = 1
         slide(g, sl, kv, slot, settled_before(g, sl, slot))
-        grow(g, sl, r, kv, slot, blocks, states)
+        grow(g, sl, r, kv, slot, blocks)
+        grow_states(g, sl, r, kv, slot, blocks, states, s.GOES_FURTHER)
         before = sl[slot, s.COMPUTED]
         if g[s.IS_CACHED]:
             cache_up_to(g, sl, kv, slot, before + wanted, g[s.STEP])
