@@ -99,7 +99,8 @@ def test_a_part_of_a_prompt_ends_where_a_state_is_found(
         ((OWN, {"kind": "SlidingWindowSpec", "block_size": 4, "sliding_window": 8}), True),
         ((TWO, TWO, FULL), True),
         ((TWO, SHARED, FULL), False),
-        (({**SHARED, "num_speculative_blocks": 2}, FULL), False),
+        (({**SHARED, "num_speculative_blocks": 2}, FULL), True),
+        (({**TWO, "num_speculative_blocks": 2}, FULL), False),
         (({**SHARED, "mamba_cache_mode": "all"}, FULL), False),
         (({**SHARED, "block_size": 8}, FULL), False),
         (({**TWO, "prefill_checkpoint_alignment": None}, FULL), False),
@@ -131,12 +132,19 @@ def test_releases_that_give_back_states_otherwise_are_asked(
     assert (not unknown_options(shape)) is is_known
 
 
-def test_states_that_others_find_and_drafts_are_vllms_matter() -> None:
-    drafts = Drafts("mtp", 2)
-    shared = replace(with_groups(SHARED, FULL), drafts=drafts)
+def test_states_that_drafts_may_read_are_vllms_matter() -> None:
+    drafts, state = Drafts("mtp", 2), {**SHARED, "num_speculative_blocks": 2}
+    shared = replace(with_groups(state, FULL), drafts=drafts, vllm_version="0.32.0")
     assert unknown_options(shared) == [
-        "drafts beside layers that keep states which others go on from"
+        "drafts of which vLLM does not say that they read no states"
     ]
+    told = with_groups(state, {**FULL, "is_eagle_group": True})
+    assert not unknown_options(replace(told, drafts=drafts, vllm_version="0.32.0"))
+    # Since then nothing is cut off a hit.
+    assert not unknown_options(replace(shared, vllm_version="0.33.0"))
+    older = replace(told, drafts=drafts, vllm_version="0.31.0")
+    assert "a KV cache of" in unknown_options(older)[0]
+    assert not unknown_options(replace(shared, drafts=Drafts("medusa", 2)))
     own = replace(with_groups({**OWN, "num_speculative_blocks": 2}, FULL), drafts=drafts)
     assert not unknown_options(own)
 

@@ -129,13 +129,15 @@ def _with_drafts(seed: int, case: Case) -> Case:
         drafts = _with_slots(ways, tokens, engine.shape)
     accepted = np.sort(rng.random(tokens))[::-1] * float(rng.choice([0.5, 1.0]))
     # Other graphs serve steps whose drafts the budget cuts short.
-    is_ahead = bool(rng.random() < 0.6)
+    is_ahead, shape = bool(rng.random() < 0.6), engine.shape
+    if shape.kv_groups and drafts.is_eagle and not shape.is_since(32):
+        shape = replace(shape, prefix_caching=False)
     graphs = NO_GRAPHS if is_ahead else replace(engine.step_model.graphs, has_mixed=True)
     longest = int(engine.shape.max_model_len)
     more = -(-3 * tokens // engine.shape.block_size)
     engine = replace(
         engine,
-        shape=replace(engine.shape, drafts=drafts, asynchronous=is_ahead),
+        shape=replace(shape, drafts=drafts, asynchronous=is_ahead),
         num_blocks=engine.num_blocks + more,
         step_model=replace(engine.step_model, graphs=graphs),
         accepted=tuple(accepted.tolist()),

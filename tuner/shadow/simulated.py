@@ -63,6 +63,10 @@ def unknown_options(shape: EngineShape) -> list[str]:
     layout = shape.kv_layout
     if shape.drops_hit and layout is not None and layout.keeps_states and layout.back_drops:
         notes.append("drafts of which vLLM does not say that they read no states")
+    # Up to 0.31 nothing was looked up beyond the end of a hit, of which the last was dropped.
+    drops = shape.drops_hit and shape.prefix_caching and not shape.is_since(32)
+    if drops and layout is not None and any(layout.looks_back):
+        notes.append("drafts beside layers that look back a window, before vLLM 0.32")
     if layout is None:
         kinds = Counter(shape.kv_kind.split(" and ")).items()
         words = " and ".join(f"{n} {kind}" if n > 1 else kind for kind, n in kinds)
