@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from support.recorded_parts import (
     LIMITS,
+    METHOD,
     TRACE,
     a_config,
     a_recording,
@@ -29,6 +30,7 @@ from support.recorded_parts import (
 from support.run_parts import a_profile
 from support.traffic import steady
 from tuner.cli.commands import tune as command
+from tuner.engine.compat.scheduler import with_layers
 from tuner.engine.compat.shape import recorded_layers, recorded_shape
 from tuner.engine.limits import EngineLimits
 from tuner.engine.steps import StepColumns
@@ -544,6 +546,22 @@ def test_windows_of_recorded_layers_are_those_that_keep_keys_of_their_own(
     assert tuple(layer.get("sliding_window") for layer in found) == windows
 
 
+@pytest.mark.engine
+def test_a_layer_that_drafts_beside_states_is_in_a_group_that_sees_all() -> None:
+    """As vLLM lays out a Qwen-Next that drafts by its own layer, one in four not linear."""
+    config = a_config()
+    layers = [*["linear_attention"] * 3, "full_attention"] * 3
+    of_model = {"is_hybrid": True, "layers": layers, "max_model_len": 4096}
+    config["model_config"] |= of_model | {"architecture": "Qwen3NextForCausalLM"}
+    config["cache_config"] |= {"mamba_cache_mode": "align", "use_replayssm": False}
+    config["speculative_config"] = {**METHOD, "method": "mtp", "num_speculative_tokens": 2}
+    shape = recorded_shape(config, "toy", "0.32.0")
+    layout = with_layers(shape, recorded_layers(config), None).kv_layout
+    assert layout is not None
+    assert sorted(layout.looks_back) == [False, True, True, True]
+    assert (layout.full_drops, layout.back_drops, layout.scratch) == (True, False, 2)
+
+
 @pytest.mark.parametrize(
     ("mode", "drafts", "size", "more"),
     [("align", None, 16, 0), ("none", None, 4096, 0), ("none", 2, 4096, 2)],
@@ -556,7 +574,7 @@ def test_recorded_layers_that_keep_states_hold_a_block_as_vllm_lays_them_out(
     more_of_model = {"is_hybrid": True, "layers": layers, "max_model_len": 4096}
     config["model_config"] |= more_of_model | {"architecture": "Qwen3NextForCausalLM"}
     config["cache_config"] |= {"mamba_cache_mode": mode, "use_replayssm": False}
-    config["speculative_config"] = drafts and {"num_speculative_tokens": drafts}
+    config["speculative_config"] = drafts and {**METHOD, "num_speculative_tokens": drafts}
     state, full = recorded_layers(config)
     assert (state["kind"], full["kind"]) == ("MambaSpec", "FullAttentionSpec")
     assert state["mamba_cache_mode"] == mode

@@ -12,6 +12,7 @@ import pytest
 
 from support.recorded_parts import (
     LIMITS,
+    METHOD,
     TRACE,
     a_config,
     a_server,
@@ -33,13 +34,6 @@ from tuner.shadow.recorded import RecordedRequests, RecordedSteps, read_steps, s
 from tuner.traffic.traces import Trace
 
 RATES = (0.8, 0.5, 0.3)
-METHOD = {
-    "method": "eagle",
-    "num_speculative_tokens": 3,
-    "max_num_new_slots_for_drafting": 0,
-    "use_multi_module_mtp": False,
-    "sample_from_anchor": True,
-}
 
 
 def drafting_server(*, is_ahead: bool = False, **changed: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -179,6 +179,16 @@ def a_server(**changed: Any) -> dict[str, Any]:
     known = {"vllm": "0.32.0", "model": "toy", "limits": limits, "num_blocks": 100_000}
     known |= {"device": "toy", "config": a_config(), "has_details": True}
     return {**known, **changed}
+
+
+METHOD: Final = {
+    "method": "eagle",
+    "num_speculative_tokens": 3,
+    "max_num_new_slots_for_drafting": 0,
+    "use_multi_module_mtp": False,
+    "sample_from_anchor": True,
+}
+"""What a recorder keeps of how an engine drafts."""
 
 
 def a_config(**changed: Any) -> dict[str, Any]:

@@ -247,7 +247,10 @@ class Graphs:
 NO_GRAPHS = Graphs()
 
 
-EAGLES: Final = ("eagle", "eagle3", "mtp", "dflash", "dspark")
+MTP: Final = "mtp"
+"""Drafting by a layer that models bring for it."""
+
+EAGLES: Final = ("eagle", "eagle3", MTP, "dflash", "dspark")
 """Methods that draft from hidden states: these take blocks ahead.
 
 Source: vllm/config/speculative.py, SpeculativeConfig.use_eagle.

@@ -22,6 +22,7 @@ from tuner.engine.shape import (
     DRAFTS_IN,
     FULL_ATTENTION,
     HEADS,
+    MTP,
     RETENTION,
     Drafts,
     EngineShape,
@@ -175,8 +176,16 @@ def with_layers(
         )
         for number, layer in enumerate(layers)
     }
-    specs = [group.kv_cache_spec for group in get_kv_cache_groups(config, named)]
-    groups = tuple(plain_group(spec, retention) for spec in specs)
+    # Of a stand-in that drafts vLLM does not ask by which method.
+    has_mtp = shape.drafts is not None and shape.drafts.method == MTP and shape.drops_hit
+    drafts = {f"layer {len(layers) - 1}"} if has_mtp else set()
+    groups = tuple(
+        {
+            **plain_group(group.kv_cache_spec, retention),
+            **({DRAFTS_IN: True} if drafts & {*group.layer_names} else {}),
+        }
+        for group in get_kv_cache_groups(config, named)
+    )
     kinds = [str(group["kind"]) for group in groups]
     if kinds == ["FullAttentionSpec"]:
         return shape

@@ -12,6 +12,7 @@ from typing import Any, Final
 from tuner.engine.shape import (
     DRAFTS_IN,
     FULL_ATTENTION,
+    MTP,
     RETENTION,
     SETTING_GRAPHS,
     STATE,
@@ -217,7 +218,8 @@ def recorded_layers(config: Mapping[str, Any]) -> tuple[KvGroup, ...]:
     """Return how each layer keeps keys and values, as a group of it alone.
 
     Of a model whose layers are all alike, one layer. Those that read another layer's keys and
-    values keep none of their own. Where heads differ each has its number and size of them.
+    values keep none of their own. Where heads differ each has its number and size of them. Last
+    comes the layer that drafts, of a model that brings one for it.
     """
     model, cache = config["model_config"], config["cache_config"]
     size, window = int(cache["block_size"]), int(model["sliding_window"] or 0)
@@ -229,6 +231,9 @@ def recorded_layers(config: Mapping[str, Any]) -> tuple[KvGroup, ...]:
     if not by_kind.keys() >= {*own}:
         state = _recorded_state(config)
         by_kind |= dict.fromkeys(_STATES, state)
+    drafting = config["speculative_config"]
+    if drafting is not None and drafting["method"] == MTP:
+        own.append(_FULL)
     heads = model["kv_heads"] or [()] * len(own)
     sizes = [dict(zip(("num_kv_heads", "head_size"), each, strict=False)) for each in heads]
     return tuple({**by_kind[kind], **size} for kind, size in zip(own, sizes, strict=False))

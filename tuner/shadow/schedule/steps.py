@@ -352,14 +352,9 @@ def _schedule_calmly(g, w, sl, r, kv, threshold, defers):
         slide(g, sl, kv, slot, settled_before(g, sl, slot))
         grow(g, sl, r, kv, slot, blocks)
         grow_states(g, sl, r, kv, slot, blocks, states, s.GOES_FURTHER)
-        before = sl[slot, s.COMPUTED]
         if g[s.IS_CACHED]:
-            cache_up_to(g, sl, kv, slot, before + wanted, g[s.STEP])
-        count_in(w, batch, sl[slot, s.ANSWERED] > 0 and wanted <= 1, before, wanted)
-        sl[slot, s.COMPUTED] = before + wanted
-        sl[slot, s.LATEST], sl[slot, s.PART] = g[s.STEP], wanted
-        if prefilled(g, w, sl, slot):
-            g[s.PREFILLING] -= 1
+            cache_up_to(g, sl, kv, slot, sl[slot, s.COMPUTED] + wanted, g[s.STEP])
+        _note_prefill(g, w, sl, batch, slot, wanted)
     return True
 
 
