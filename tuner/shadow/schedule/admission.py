@@ -22,6 +22,7 @@ from tuner.shadow.schedule.blocks import (
     taken_by,
     taken_for_states,
     unlink,
+    within,
 )
 from tuner.shadow.schedule.drafts import drafts_of_step, padding
 from tuner.shadow.schedule.layout import inlined, inner
@@ -55,7 +56,7 @@ def _looked_up(g, hits, tokens, drops, span):
     """Return how many blocks of a group are looked up: one more where the last is dropped."""
     if drops and g[s.GROUPS] > 1:
         hits = min(hits + span, tokens // g[s.BLOCK])
-    return hits // span
+    return within(hits, span)
 
 
 @inner
@@ -66,15 +67,15 @@ def _in_window(g, kv, row, slot, hits, tokens):
     and ends where a hit can, or where there is none, what the prompt begins with.
     """
     span, drops = g[s.BACK_SPAN], g[s.BACK_DROPS]
-    wanted, together, aligned = blocks_of_window(g) + drops, 0, g[s.ALIGNED] // span
+    wanted, together, aligned = blocks_of_window(g) + drops, 0, within(g[s.ALIGNED], span)
     for at in range(_looked_up(g, hits, tokens, drops, span) - 1, -1, -1):
-        if together == 0 and (at + 1 - drops) % aligned:
+        if together == 0 and aligned > 1 and (at + 1 - drops) % aligned:
             continue
         together = together + 1 if _is_cached(g, kv, row, slot, at, s.LOOKS_BACK) else 0
         if together == wanted:
             return (at + together - drops) * span
-    together = max(0, together // aligned * aligned - drops)
-    return together // aligned * aligned * span
+    together = max(0, within(together, aligned) * aligned - drops)
+    return within(together, aligned) * aligned * span
 
 
 @inner
@@ -90,7 +91,7 @@ def _hits(g, kv, row, slot, tokens):
         last = _looked_up(g, hits, tokens, drops, span)
         while at < last and _is_cached(g, kv, row, slot, at, s.SEES_ALL):
             at += 1
-        hits = max(0, at - drops) * span // g[s.ALIGNED] * g[s.ALIGNED]
+        hits = within(max(0, at - drops) * span, g[s.ALIGNED]) * g[s.ALIGNED]
     elsewhere = 0
     if g[s.WINDOWED]:
         most = hits
@@ -100,7 +101,7 @@ def _hits(g, kv, row, slot, tokens):
     for group in range(g[s.GROUPS]):
         span = span_of(g, kv, group)
         skipped = behind_window(g, hits * g[s.BLOCK]) if kv.looks_back[group] else 0
-        for at in range(skipped // span, hits // span):
+        for at in range(within(skipped, span), within(hits, span)):
             block = find_block(g, kv, slot, key_at(g, kv, row, at, group))
             idle += kv.pool[block, s.HOLDERS] == 0
     return hits, idle, elsewhere
@@ -113,8 +114,8 @@ def _adopt(g, sl, kv, slot, hits):
     skipped = behind_window(g, hits * g[s.BLOCK]) if g[s.WINDOWED] else 0
     for group in range(g[s.GROUPS]):
         first, span = group * g[s.ROOM_OF_GROUP], span_of(g, kv, group)
-        begin = skipped // span if kv.looks_back[group] else 0
-        for at in range(begin, hits // span):
+        begin = within(skipped, span) if kv.looks_back[group] else 0
+        for at in range(begin, within(hits, span)):
             block = find_block(g, kv, slot, key_at(g, kv, row, at, group))
             if kv.pool[block, s.HOLDERS] == 0:
                 unlink(kv.pool, block)
@@ -139,8 +140,8 @@ def _reserved(g, tokens, hits, last):
         states = states_left(g, hits * g[s.BLOCK], tokens, last)
         return taken_by(g, hits, full) + _taken_at_first(g, hits, full, states)
     span, back = g[s.FULL_SPAN], g[s.BACK_SPAN]
-    in_window = max(0, min(over(full, back), g[s.MOST_IN_WINDOW]) - hits // back)
-    in_full = over(full, span) - hits // span
+    in_window = max(0, min(over(full, back), g[s.MOST_IN_WINDOW]) - within(hits, back))
+    in_full = over(full, span) - within(hits, span)
     return (g[s.GROUPS] - g[s.WINDOWED]) * in_full + g[s.WINDOWED] * in_window
 
 

@@ -89,7 +89,13 @@ def span_of(g, kv, group):
 @inner
 def over(blocks, span):
     """Return how many blocks of a span hold so many blocks of tokens."""
-    return (blocks + span - 1) // span
+    return blocks if span == 1 else (blocks + span - 1) // span
+
+
+@inner
+def within(blocks, span):
+    """Return how many blocks of a span lie within so many blocks of tokens."""
+    return blocks if span == 1 else blocks // span
 
 
 @inner
@@ -158,15 +164,15 @@ def _serves_a_hit(g, sl, slot, at):
     hit is dropped that is kept too.
     """
     span, drops = g[s.BACK_SPAN], g[s.BACK_DROPS]
-    if at < sl[slot, s.SKIPPED] // span:
+    if at < within(sl[slot, s.SKIPPED], span):
         return False
     wanted = blocks_of_window(g) + drops
-    each = (g[s.ALIGNED] if g[s.RETENTION] < 0 else g[s.RETENTION]) // span
+    each = within(g[s.ALIGNED] if g[s.RETENTION] < 0 else g[s.RETENTION], span)
     if each > 0 and (wanted >= each or (at >= drops and (at - drops) % each >= each - wanted)):
         return True
     if g[s.RETENTION] < 0:
         return False
-    aligned = g[s.ALIGNED] // span
+    aligned = within(g[s.ALIGNED], span)
     end = (sl[slot, s.PROMPT] - 1) // g[s.ROUND]
     longer = end
     if drops or g[s.FULL_DROPS]:
@@ -177,7 +183,7 @@ def _serves_a_hit(g, sl, slot, at):
         return True
     if longer + drops - wanted <= at < longer + drops:
         return True
-    junction = sl[slot, s.JUNCTION] // span
+    junction = within(sl[slot, s.JUNCTION], span)
     return junction > 0 and junction + drops - wanted <= at < junction + drops
 
 
@@ -211,8 +217,8 @@ def _key_blocks(g, sl, kv, slot, full, more, step):
     for group in range(g[s.GROUPS]):
         first, span = group * g[s.ROOM_OF_GROUP], span_of(g, kv, group)
         drops = g[s.BACK_DROPS] if kv.looks_back[group] else g[s.FULL_DROPS]
-        last = min(more, full + span * drops) // span
-        for at in range(sl[slot, s.CACHED] // span, last):
+        last = within(min(more, full + span * drops), span)
+        for at in range(within(sl[slot, s.CACHED], span), last):
             block = kv.tables[0, slot, first + at]
             if block == s.NO_BLOCK:
                 continue
@@ -246,8 +252,10 @@ def cache_up_to(g, sl, kv, slot, tokens, step):
     """
     if g[s.KEYS_ANEW]:
         key_anew(g, sl, kv, slot, tokens, step)
-    full, more = tokens // g[s.ROUND] * g[s.ALIGNED], tokens // g[s.BLOCK]
+    full = more = tokens // g[s.ROUND] * g[s.ALIGNED]
     drops = full > 0 and (g[s.FULL_DROPS] or g[s.BACK_DROPS])
+    if drops:
+        more = tokens // g[s.BLOCK]
     if full > sl[slot, s.CACHED] or (drops and more > sl[slot, s.CACHED]):
         _key_blocks(g, sl, kv, slot, full, more, step)
     if full > 0 and g[s.FULL_DROPS] and g[s.FULL_SPAN] > 1:
@@ -353,11 +361,11 @@ def slide(g, sl, kv, slot, settled):
         return
     sl[slot, s.SKIPPED], span = end, g[s.BACK_SPAN]
     if not g[s.IS_CACHED]:
-        g[s.FREE] += g[s.WINDOWED] * (end // span - begin // span)
+        g[s.FREE] += g[s.WINDOWED] * (within(end, span) - within(begin, span))
         return
     for group in range(g[s.GROUPS]):
         if kv.looks_back[group]:
-            _give_back(g, kv, slot, group, begin // span, end // span)
+            _give_back(g, kv, slot, group, within(begin, span), within(end, span))
 
 
 @inner
@@ -390,13 +398,13 @@ def release(g, sl, kv, slot):
     blocks, skipped, stated = sl[slot, s.BLOCKS], sl[slot, s.SKIPPED], sl[slot, s.STATED]
     sl[slot, s.BLOCKS] = sl[slot, s.CACHED] = sl[slot, s.SKIPPED] = sl[slot, s.STATED] = 0
     if not g[s.IS_CACHED]:
-        given_back = g[s.WINDOWED] * (skipped // g[s.BACK_SPAN])
+        given_back = g[s.WINDOWED] * within(skipped, g[s.BACK_SPAN])
         g[s.FREE] += taken_by(g, 0, blocks) - given_back
         g[s.FREE] += g[s.FIXED] if blocks > 0 else 0
         return
     for group in range(g[s.GROUPS]):
         span = span_of(g, kv, group)
-        begin, end = skipped // span if kv.looks_back[group] else 0, over(blocks, span)
+        begin, end = within(skipped, span) if kv.looks_back[group] else 0, over(blocks, span)
         if g[s.STATES] and kv.looks_back[group]:
             end = stated + g[s.SCRATCH] if stated > 0 else 0
         _give_back(g, kv, slot, group, begin, end)
