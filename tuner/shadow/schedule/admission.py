@@ -186,9 +186,11 @@ def admit_waiting(g, w, sl, r, q, tr, kv, budget, threshold, defers):
         if g[s.RESERVES] and _reserved(g, tokens, hits, last) > spare:
             break
         needed = needed_blocks(g, before + wanted, g[s.LOOKAHEAD] * g[s.ADMITS_AHEAD])
-        stated = needed_blocks(g, before + wanted, 0)
-        at_first = _taken_at_first(g, hits, stated, states)
-        if taken_by(g, hits, needed) + at_first > spare:
+        taken, stated = taken_by(g, hits, needed), 0
+        if g[s.STATES]:
+            stated = needed_blocks(g, before + wanted, 0)
+            taken += _taken_at_first(g, hits, stated, states)
+        if taken > spare:
             break
         if slot < 0:
             if g[s.FREE_SLOTS] == 0:

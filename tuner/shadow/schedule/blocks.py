@@ -228,7 +228,7 @@ def _key_blocks(g, sl, kv, slot, full, more, step):
     sl[slot, s.CACHED] = full
 
 
-@inlined
+@inner
 def _key_part(g, sl, kv, slot, full):
     """Give the block in which a prompt ends a key of its part, which keeps it for longer.
 
@@ -293,7 +293,7 @@ def _take_blocks(g, r, kv, slot, have, blocks):
             kv.tables[0, slot, first + at] = _take_block(g, r, kv)
 
 
-@inlined
+@inner
 def _take_states(g, r, kv, slot, have, blocks, states, begins):
     """Let a request hold so many states of its blocks, the last, and those of its drafts.
 

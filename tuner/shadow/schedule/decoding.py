@@ -50,6 +50,9 @@ def _phase(sl, slot):
 @inlined
 def _want_blocks(g, w, phase, sign):
     """Count the blocks that a decoding request wants by step modulo ROUND, or no more."""
+    if g[s.ALIGNED] == 1:
+        w[g[s.AT_WANTED] + phase % g[s.ROUND]] += sign * g[s.GROUPS]
+        return
     for back in range(2):
         groups = g[s.WINDOWED] if back else g[s.GROUPS] - g[s.WINDOWED]
         span = g[s.BACK_SPAN] if back else g[s.FULL_SPAN]
