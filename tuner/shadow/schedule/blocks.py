@@ -89,12 +89,15 @@ def span_of(g, kv, group):
 @inner
 def over(blocks, span):
     """Return how many blocks of a span hold so many blocks of tokens."""
-    return blocks if span == 1 else (blocks + span - 1) // span
+    return (blocks + span - 1) // span
 
 
 @inner
 def within(blocks, span):
-    """Return how many blocks of a span lie within so many blocks of tokens."""
+    """Return how many blocks of a span lie within so many blocks of tokens.
+
+    A division where nothing is to be divided is a good part of looking up a prefix.
+    """
     return blocks if span == 1 else blocks // span
 
 
@@ -361,11 +364,11 @@ def slide(g, sl, kv, slot, settled):
         return
     sl[slot, s.SKIPPED], span = end, g[s.BACK_SPAN]
     if not g[s.IS_CACHED]:
-        g[s.FREE] += g[s.WINDOWED] * (within(end, span) - within(begin, span))
+        g[s.FREE] += g[s.WINDOWED] * (end // span - begin // span)
         return
     for group in range(g[s.GROUPS]):
         if kv.looks_back[group]:
-            _give_back(g, kv, slot, group, within(begin, span), within(end, span))
+            _give_back(g, kv, slot, group, begin // span, end // span)
 
 
 @inner
@@ -398,13 +401,13 @@ def release(g, sl, kv, slot):
     blocks, skipped, stated = sl[slot, s.BLOCKS], sl[slot, s.SKIPPED], sl[slot, s.STATED]
     sl[slot, s.BLOCKS] = sl[slot, s.CACHED] = sl[slot, s.SKIPPED] = sl[slot, s.STATED] = 0
     if not g[s.IS_CACHED]:
-        given_back = g[s.WINDOWED] * within(skipped, g[s.BACK_SPAN])
+        given_back = g[s.WINDOWED] * (skipped // g[s.BACK_SPAN])
         g[s.FREE] += taken_by(g, 0, blocks) - given_back
         g[s.FREE] += g[s.FIXED] if blocks > 0 else 0
         return
     for group in range(g[s.GROUPS]):
         span = span_of(g, kv, group)
-        begin, end = within(skipped, span) if kv.looks_back[group] else 0, over(blocks, span)
+        begin, end = skipped // span if kv.looks_back[group] else 0, over(blocks, span)
         if g[s.STATES] and kv.looks_back[group]:
             end = stated + g[s.SCRATCH] if stated > 0 else 0
         _give_back(g, kv, slot, group, begin, end)

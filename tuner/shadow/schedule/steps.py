@@ -143,10 +143,9 @@ def _schedule_running(g, x, w, sl, f, r, tr, kv, threshold, defers):
             states = states_of_part(g, sl, slot, before, before + wanted)
         fits, omitted = True, 0
         slide(g, sl, kv, slot, settled_before(g, sl, slot))
-        taken, stated = taken_by(g, sl[slot, s.BLOCKS], max(needed, sl[slot, s.BLOCKS])), 0
-        if g[s.STATES]:
-            stated = needed_blocks(g, before + wanted, 0)
-            taken += taken_for_states(g, sl[slot, s.STATED], stated, states)
+        stated = needed_blocks(g, before + wanted, 0)
+        taken = taken_by(g, sl[slot, s.BLOCKS], needed) if needed > sl[slot, s.BLOCKS] else 0
+        taken += taken_for_states(g, sl[slot, s.STATED], stated, states)
         while taken > g[s.FREE]:
             worst = _worst(g, w, sl, tr)
             if sl[worst, s.TAKEN] > 0:
