@@ -178,12 +178,11 @@ def with_layers(
     }
     # Of a stand-in that drafts vLLM does not ask by which method.
     has_mtp = shape.drafts is not None and shape.drafts.method == MTP and shape.drops_hit
-    drafts = {f"layer {len(layers) - 1}"} if has_mtp else set()
+    last = f"layer {len(layers) - 1}"
     groups = tuple(
-        {
-            **plain_group(group.kv_cache_spec, retention),
-            **({DRAFTS_IN: True} if drafts & {*group.layer_names} else {}),
-        }
+        plain_group(
+            group.kv_cache_spec, retention, drafts=has_mtp and last in group.layer_names
+        )
         for group in get_kv_cache_groups(config, named)
     )
     kinds = [str(group["kind"]) for group in groups]

@@ -67,18 +67,20 @@ def read_shape(
     kinds = " and ".join(type(spec).__name__ for spec in specs)
     kept = getattr(kv_cache_config, RETENTION, None)
     groups = tuple(
-        {**plain_group(spec, kept), **({DRAFTS_IN: True} if _has(group, DRAFTS_IN) else {})}
+        plain_group(spec, kept, drafts=_has(group, DRAFTS_IN))
         for spec, group in zip(specs, kv_cache_config.kv_cache_groups, strict=True)
     )
     return replace(shape, kv_kind=kinds, kv_groups=groups, block_bytes=bytes_each)
 
 
-def plain_group(spec: Any, retention: int | None) -> KvGroup:
+def plain_group(spec: Any, retention: int | None, *, drafts: bool = False) -> KvGroup:
     """Return what decides how a group keeps its blocks; what else is in one is bytes.
 
-    How much of a window's past the prefix cache retains is one number for all groups.
+    How much of a window's past the prefix cache retains is one number for all groups. Whether
+    layers are in it that draft is said of those alone.
     """
     return {
+        **({DRAFTS_IN: True} if drafts else {}),
         "kind": type(spec).__name__,
         RETENTION: retention,
         **{

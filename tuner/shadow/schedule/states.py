@@ -7,7 +7,7 @@ vllm/v1/core/single_type_kv_cache_manager.py, MambaManager.
 from __future__ import annotations
 
 from tuner.shadow.schedule import layout as s
-from tuner.shadow.schedule.blocks import find_block, key_at
+from tuner.shadow.schedule.blocks import blocks_before_end, find_block, key_at
 from tuner.shadow.schedule.layout import inlined
 
 
@@ -50,9 +50,8 @@ def up_to_a_state(g, begin, wanted, prompt, known, junction):
     if begin >= whole:
         return wanted
     block, end = g[s.BLOCK], begin + wanted
-    last = (known - g[s.PARTS_BEFORE_LAST]) // block * block
-    if g[s.FULL_DROPS]:
-        last = max(0, known // block - 1) * block
+    last = blocks_before_end(g, known) if g[s.PARTS_BEFORE_LAST] else known // block
+    last *= block
     before_end = (whole - 1) // block * block
     if g[s.TWO_EVERY] and end >= whole and _has_state_at(g, begin, end, before_end):
         last = begin
