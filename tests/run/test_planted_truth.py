@@ -110,7 +110,7 @@ def test_the_planted_engine_verifies_drafts_as_the_simulator_does() -> None:
     """Of which always as many are accepted, so that both draw the same."""
     compared = preempted = 0
     for seed in range(125):
-        case = plain(random_case(seed, has_drafts=True), asynchronous=False)
+        case = plain(random_case(seed, has_drafts=True, has_windows=False), asynchronous=False)
         engine, tokens = case.engine, len(case.engine.accepted)
         shape = replace(engine.shape, drafts=Drafts("eagle", tokens))
         accepted = tuple(float(i <= seed % (tokens + 1)) for i in range(1, tokens + 1))
